@@ -1,0 +1,33 @@
+"""Shapes: what a task needs from a node, canonical and hashed."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from springtide_shared.units import Resources
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Requests and constraints of a task. Tasks of equal shape are interchangeable in a plan."""
+
+    cpu_millis: int
+    memory_bytes: int
+    scratch_bytes: int = 0
+
+    @property
+    def key(self) -> str:
+        """Short stable hash; the name of this shape in plans, credits and demands."""
+        text = f"{self.cpu_millis}/{self.memory_bytes}/{self.scratch_bytes}"
+        return "s" + hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def resources(self) -> Resources:
+        """The requests of one task, its place in the kubelet's pod list included."""
+        return Resources(
+            cpu_millis=self.cpu_millis,
+            memory_bytes=self.memory_bytes,
+            scratch_bytes=self.scratch_bytes,
+            pods=1,
+        )

@@ -1,0 +1,1 @@
+"""What services need of the world, as protocols; adapters keep the promises written here."""
