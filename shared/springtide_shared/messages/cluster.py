@@ -144,6 +144,18 @@ class ShapePlaces(msgspec.Struct, frozen=True, kw_only=True):
     """0: no group can ever hold it."""
 
 
+class CapacityNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One node that has joined. CPU and memory are allocatable."""
+
+    node: str
+    slot: str
+    group: str
+    cpu_millis: int
+    memory_bytes: int
+    price_per_hour: float
+    cordoned: bool = False
+
+
 @register
 class Capacity(Snapshot, frozen=True, kw_only=True, omit_defaults=True):
     """What a cluster could grow to, at what price, and why the last decisions fell as they did."""
@@ -156,6 +168,8 @@ class Capacity(Snapshot, frozen=True, kw_only=True, omit_defaults=True):
     groups: list[GroupCapacity] = []
     shapes: list[ShapePlaces] = []
     """For every shape of the last demand."""
+    nodes: list[CapacityNode] = []
+    """Every node that has joined and is not released, in name order; only in part 0."""
     decisions: list[str] = []
     """`<reason>: <what>` of the last cycle, newest last; for people."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 from typing import Annotated
 
@@ -23,6 +24,13 @@ class AttemptKey(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     def __str__(self) -> str:
         return f"{self.job_id}/{self.index}/{self.attempt}"
+
+    @property
+    def pod_name(self) -> str:
+        """DNS-safe name of its pod, at most 63 characters, unique by a hash of the whole id."""
+        digest = hashlib.sha256(str(self).encode()).hexdigest()[:10]
+        head = "".join(c if c.isalnum() else "-" for c in self.job_id.lower())[:24].strip("-")
+        return f"st-{head}-{self.index}-{self.attempt}-{digest}"
 
 
 class Ask(StrEnum):

@@ -37,7 +37,7 @@ class _OrderedTask(asyncio.Task[Any]):
         return self._number
 
 
-class _VirtualSelector(selectors.DefaultSelector):  # type: ignore[valid-type,misc]
+class _VirtualSelector(selectors.DefaultSelector):
     """Advances the loop's clock instead of waiting."""
 
     loop: VirtualLoop
@@ -66,7 +66,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         selector.loop = self
         super().__init__(selector)
         self._clock_resolution = 1e-9
-        self.set_task_factory(self._make_task)
+        self.set_task_factory(self._make_task)  # type: ignore[arg-type]
         self.failures: list[str] = []
         self.set_exception_handler(self._on_exception)
 
