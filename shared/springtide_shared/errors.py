@@ -72,6 +72,8 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     """A wait or a reservation reached its limit."""
     UNAUTHORISED = "unauthorised"
+    NOT_FOUND = "not-found"
+    """What was named is not there: an object, a document, a node."""
     INTERNAL = "internal"
 
 
