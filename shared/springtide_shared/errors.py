@@ -48,6 +48,8 @@ class Reason(StrEnum):
     """The cluster's API did not take the pod within the limit; the slice was handed back."""
     CLUSTER_UNREACHABLE = "cluster-unreachable"
     """The slice could not be delivered to the cluster's submitter."""
+    BUS_UNAVAILABLE = "bus-unavailable"
+    """The broker did not confirm within the limit, or the connection to it is gone."""
     NOT_SUPPORTED = "not-supported"
     """A field that this version does not act on."""
     TOO_LARGE = "too-large"
