@@ -1,4 +1,4 @@
-"""Command line of the test bed: ``python -m springtide_testbed up | env | status | down``."""
+"""Command line of the test bed: up, env, status, down, install."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import tempfile
 from pathlib import Path
 
 from springtide_testbed.bed import Testbed, default_parts, watch
-from springtide_testbed.errors import TestbedError
+from springtide_testbed.errors import PartUnavailableError, TestbedError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done; 1 it failed (the reason is on stderr); 2 bad usage."""
     known = [part.name for part in default_parts()]
     parser = argparse.ArgumentParser(prog="python -m springtide_testbed", description=__doc__)
-    parser.add_argument("command", choices=["up", "env", "status", "down", "watch"])
+    parser.add_argument("command", choices=["up", "env", "status", "down", "install", "watch"])
     parser.add_argument(
         "--parts",
         default=",".join(known),
@@ -46,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
                 _print_status(bed)
             case "down":
                 bed.down()
+            case "install":
+                return _install(bed)
             case "watch":
                 watch(options.home)
     except TestbedError as error:
@@ -56,6 +58,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _default_home() -> str:
     return str(Path(tempfile.gettempdir()) / f"springtide-testbed-{getpass.getuser()}")
+
+
+def _install(bed: Testbed) -> int:
+    """Find or install the programs of every part; tells which are missing and what to do."""
+    missing = 0
+    for name, part in bed.parts.items():
+        try:
+            part.ensure_available()
+        except PartUnavailableError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            missing += 1
+    return 1 if missing else 0
 
 
 def _print_env(bed: Testbed) -> None:

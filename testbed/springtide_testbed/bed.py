@@ -11,7 +11,6 @@ one started, also after a crash. Three nets make sure that no server outlives it
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -20,7 +19,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,11 +26,19 @@ from typing import Self
 from springtide_testbed.errors import PartFailedError, PortTakenError, TestbedError
 from springtide_testbed.part import Part, Running
 from springtide_testbed.postgresql import PostgreSQL
-from springtide_testbed.processes import ProcessId, kill_all, leftovers, spawn, wait_until
+from springtide_testbed.processes import (
+    ProcessId,
+    accepts_connections,
+    kill_all,
+    leftovers,
+    spawn,
+    wait_until,
+)
 from springtide_testbed.rabbitmq import RabbitMQ
 
 _RECORD = "running.json"
 _OWNER = "owner.json"
+_WATCHER = "watcher.json"
 _OWNED_PREFIX = "springtide-bed-"
 _PORT_TRIES = 3
 _WATCH_SECONDS = 0.5
@@ -59,13 +65,39 @@ class Testbed:
         }
 
     @classmethod
-    def owned_by(cls, owner: int, parts: Iterable[Part] | None = None) -> Testbed:
-        """A bed in a fresh folder that goes down when the process ``owner`` is gone."""
+    def reserve(cls) -> Path:
+        """Make an empty home for a bed that this process owns.
+
+        No watcher runs before ``start_watcher``: most test runs never start a server.
+        """
         home = Path(tempfile.mkdtemp(prefix=_OWNED_PREFIX))
         home.chmod(0o711)  # a server may run as another user and must reach its own folder
-        bed = cls(home, parts)
-        bed._watch(owner)
+        (home / _OWNER).write_text(ProcessId.me().to_json(), encoding="utf-8")
+        return home
+
+    @classmethod
+    def owned(cls, parts: Iterable[Part] | None = None) -> Testbed:
+        """A bed in a fresh folder that goes down when this process is gone, however it ends."""
+        bed = cls(cls.reserve(), parts)
+        bed.start_watcher()
         return bed
+
+    def start_watcher(self) -> None:
+        """Start the process that ends this bed when its owner is gone; once is enough.
+
+        May be called by another process than the owner (a worker of a test run).
+        """
+        note = self.home / _WATCHER
+        with suppress(FileNotFoundError):
+            if ProcessId.from_json(note.read_text(encoding="utf-8")).is_alive():
+                return
+        watcher = spawn(
+            [sys.executable, "-m", "springtide_testbed", "watch", "--home", self.home],
+            home=self.home,
+            log=self.home / "watcher.out",
+            env=os.environ,
+        )
+        note.write_text(watcher.to_json(), encoding="utf-8")
 
     def __enter__(self) -> Self:
         self.up()
@@ -168,6 +200,11 @@ class Testbed:
         if before is not None and before.main.is_alive():
             return before
         first_start = before is None
+        if part.port is not None and accepts_connections(part.port):
+            raise PortTakenError(
+                f"port {part.port} of 127.0.0.1, wanted for {part.name}, is taken: end what "
+                f"listens there ('ss -ltnp sport = :{part.port}' names it) or choose another port"
+            )
         for tries_left in reversed(range(_PORT_TRIES)):
             folder.mkdir(mode=0o700, exist_ok=True)
             try:
@@ -175,7 +212,7 @@ class Testbed:
             except PortTakenError:
                 # Somebody was quicker on a port that was free a moment ago. A restart must come
                 # back where its clients look for it, and a fixed port was asked for by name.
-                if not first_start or _has_fixed_port(part) or tries_left == 0:
+                if not first_start or part.port is not None or tries_left == 0:
                     raise
                 kill_all(leftovers(folder, part.programs))
                 shutil.rmtree(folder, ignore_errors=True)
@@ -193,22 +230,6 @@ class Testbed:
         if stuck:
             pids = ", ".join(str(process.pid) for process in stuck)
             raise PartFailedError(f"processes of {part.name} survived SIGKILL: {pids}")
-
-    def _watch(self, owner: int) -> None:
-        identity = ProcessId.of(owner)
-        if identity is None:
-            raise TestbedError(f"there is no process {owner} that could own {self.home}")
-        (self.home / _OWNER).write_text(json.dumps(asdict(identity)), encoding="utf-8")
-        spawn(
-            [sys.executable, "-m", "springtide_testbed", "watch", "--home", self.home],
-            home=self.home,
-            log=self.home / "watcher.out",
-            env=os.environ,
-        )
-
-
-def _has_fixed_port(part: Part) -> bool:
-    return getattr(part, "port", None) is not None
 
 
 def watch(home: Path) -> None:
@@ -241,6 +262,6 @@ def end_abandoned_beds() -> list[Path]:
 
 def _owner(home: Path) -> ProcessId | None:
     try:
-        return ProcessId(**json.loads((home / _OWNER).read_text(encoding="utf-8")))
+        return ProcessId.from_json((home / _OWNER).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None

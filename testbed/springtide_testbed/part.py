@@ -70,6 +70,11 @@ class Part(Protocol):
         """Names of every process the server may leave behind; nothing else is ever ended."""
         ...
 
+    @property
+    def port(self) -> int | None:
+        """The port clients asked for by number; None when any free one does."""
+        ...
+
     def ensure_available(self) -> None:
         """Find the server's programs, install them where that is possible.
 

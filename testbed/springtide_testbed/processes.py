@@ -6,6 +6,7 @@ time, so that a record from an earlier boot or an earlier run never ends a stran
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -44,6 +45,20 @@ class ProcessId:
             return cls(pid, _start_time(process))
         except psutil.NoSuchProcess:
             return None
+
+    @classmethod
+    def me(cls) -> ProcessId:
+        """The identity of this process."""
+        own = cls.of(os.getpid())
+        assert own is not None
+        return own
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ProcessId:
+        return cls(**json.loads(text))
 
     def is_alive(self) -> bool:
         """Whether this very process still runs. Reaps it when it was our child and has ended."""
