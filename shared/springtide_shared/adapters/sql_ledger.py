@@ -20,7 +20,6 @@ from sqlalchemy.engine import Connection, make_url
 from sqlalchemy.exc import (
     ArgumentError,
     DBAPIError,
-    IntegrityError,
     ProgrammingError,
     SQLAlchemyError,
 )
@@ -48,6 +47,10 @@ MIGRATION_LIMIT_SECONDS: Final = 300.0
 _WRITES: Final = "springtide_writes"
 """Execution option: this transaction writes, so SQLite takes its write lock at the start."""
 _MIGRATION_LOCK: Final = 0x5350_5249_4E47  # "SPRING": an advisory lock's number is a convention
+_TAKEN_SQLITE: Final = frozenset(
+    {sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY, sqlite3.SQLITE_CONSTRAINT_UNIQUE}
+)
+_TAKEN_POSTGRESQL: Final = "23505"
 _DAMAGED_SQLITE: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _AWAY_SQLITE: Final = frozenset(
     {
@@ -469,10 +472,6 @@ async def _translated(
     try:
         async with asyncio.timeout(limit_seconds):
             yield
-    except IntegrityError as error:
-        raise ConflictError(
-            Reason.DUPLICATE_ID, "a row with this key is there already", operation=operation
-        ) from error
     except (TimeoutError, PoolTimeoutError) as error:
         raise TransientError(
             Reason.STORE_UNAVAILABLE,
@@ -501,7 +500,10 @@ def _fault(error: DBAPIError, operation: str, address: str) -> SpringtideError |
     origin: Any = error.orig
     where: dict[str, Any] = {"operation": operation, "database": address}
     if isinstance(origin, sqlite3.Error):
-        code = getattr(origin, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        extended = getattr(origin, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        code = extended & 0xFF
+        if extended in _TAKEN_SQLITE:
+            return _taken(operation)
         if code in _DAMAGED_SQLITE:
             detail = f"the ledger's file is damaged or no database ({origin})"
             return PermanentError(Reason.INTERNAL, detail, **where)
@@ -510,6 +512,8 @@ def _fault(error: DBAPIError, operation: str, address: str) -> SpringtideError |
             return TransientError(Reason.STORE_UNAVAILABLE, detail, **where)
         return None
     state = getattr(origin, "sqlstate", None) or ""
+    if state == _TAKEN_POSTGRESQL:
+        return _taken(operation)
     if state.startswith(_REFUSED_POSTGRESQL):
         detail = f"the ledger's database refuses us: check user, password, database ({state})"
         return PermanentError(Reason.UNAUTHORISED, detail, **where)
@@ -520,6 +524,12 @@ def _fault(error: DBAPIError, operation: str, address: str) -> SpringtideError |
         detail = f"the connection to the ledger's database failed ({type(origin).__name__})"
         return TransientError(Reason.STORE_UNAVAILABLE, detail, **where)
     return None
+
+
+def _taken(operation: str) -> ConflictError:
+    return ConflictError(
+        Reason.DUPLICATE_ID, "a row with this key is there already", operation=operation
+    )
 
 
 class _Statements:

@@ -13,7 +13,7 @@ class RealIoLedger:
     """Holds the virtual clock while the wrapped ledger works; in real time it changes nothing.
 
     Calls take no virtual time at all, so what a simulation finds does not depend on this machine's
-    disk.
+    disk. Open and close the ledger inside the loop's `real_io()` as well.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -73,4 +73,4 @@ class RealIoLedger:
 
 def _clock_held() -> AbstractContextManager[None]:
     real_io = getattr(asyncio.get_running_loop(), "real_io", None)
-    return nullcontext() if real_io is None else real_io()  # type: ignore[no-any-return]
+    return nullcontext() if real_io is None else real_io()
