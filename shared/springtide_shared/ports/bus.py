@@ -109,11 +109,19 @@ class Delivery(Protocol):
         ...
 
     async def retry(self, after: float, reason: Reason, detail: str = "") -> None:
-        """Deliver again in about `after` seconds (never sooner), counted; others are not held up."""
+        """Deliver again in about `after` seconds (never sooner), counted; others are not held up.
+
+        Raises:
+            TransientError: the broker did not take it; the delivery is still unsettled.
+        """
         ...
 
     async def dead_letter(self, reason: Reason, detail: str = "") -> None:
-        """Park it for a person, with the reason in its headers."""
+        """Park it for a person, with the reason in its headers.
+
+        Raises:
+            TransientError: the broker did not take it; the delivery is still unsettled.
+        """
         ...
 
 
@@ -122,6 +130,8 @@ class Inbox(Protocol):
 
     async def receive(self, limit: int = 1, timeout: float | None = None) -> Sequence[Delivery]:
         """At least one delivery, up to `limit` that are already there; empty after `timeout` s.
+
+        Messages that ended a consumer may come singly, each after the one before was settled.
 
         Raises:
             TransientError: the consumer was lost and could not be restored.
@@ -172,6 +182,10 @@ class MessageBus(Protocol):
 
     def subscribe(self, subscription: Subscription) -> AbstractAsyncContextManager[Inbox]:
         """Consume while the context is open; leaving it gives back what is not settled."""
+        ...
+
+    def as_user(self, user: str) -> MessageBus:
+        """The same bus publishing for a tenant, as far as consumers trust this publisher."""
         ...
 
     def answers(self) -> AbstractAsyncContextManager[tuple[str, Inbox]]:

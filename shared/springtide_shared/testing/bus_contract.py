@@ -421,9 +421,10 @@ async def what_a_consumer_held_is_delivered_again(harness: BusHarness) -> None:
         await held[1].ack()
     await held[0].ack()  # too late: no effect, no error
     async with harness.bus.subscribe(commands()) as inbox:
-        again = await drain(inbox, 2)
-        assert [delivery.message for delivery in again] == [cancel(0), cancel(2)]
-        for delivery in again:
+        # One by one: a bus may give out those that ended a consumer only singly.
+        for message in (cancel(0), cancel(2)):
+            delivery = await one(inbox)
+            assert delivery.message == message
             assert delivery.redelivered
             assert delivery.attempt == 2
             await delivery.ack()
