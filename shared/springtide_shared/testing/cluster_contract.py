@@ -93,7 +93,8 @@ def refused(kind: type[SpringtideError], reason: Reason | None = None) -> Iterat
     try:
         yield
     except kind as error:
-        assert reason is None or error.reason is reason, f"refused, but for {error.reason}"
+        if reason is not None and error.reason is not reason:
+            raise AssertionError(f"refused, but for {error.reason}") from error
     else:
         raise AssertionError(f"this must be refused with {kind.__name__}")
 
