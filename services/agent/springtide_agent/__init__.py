@@ -1,0 +1,1 @@
+"""The agent: runs one attempt's program, keeps its checkpoints, proves its success."""
