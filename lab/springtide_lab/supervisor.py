@@ -55,7 +55,7 @@ class Supervisor:
                 group.create_task(self._keep(seat, stop, drain), name=f"seat/{seat.name}")
 
     async def crash(self, name: str, pause: float = 0.0) -> None:
-        """End a service as a kill would: nothing is settled or said. It comes back after `pause`."""
+        """End a service as a kill would: nothing is settled or said. Back after `pause` seconds."""
         seat = self.seats[name]
         task = seat.task
         if task is None or task.done():

@@ -1,0 +1,1 @@
+"""The monitor: what pods really use, told to whoever packs, pays or compares."""

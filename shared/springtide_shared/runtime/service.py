@@ -193,7 +193,7 @@ class Service:
                     running.task = group.create_task(
                         self._guard(name, loop), name=f"{self.name}/{name}"
                     )
-                watcher = group.create_task(self._watch(stop, drain), name=f"{self.name}/stop")
+                watcher = group.create_task(self._end_on(stop, drain), name=f"{self.name}/stop")
                 await asyncio.sleep(0)
                 for running in list(self._running):
                     if running.task is not None:
@@ -243,7 +243,7 @@ class Service:
             if not self._stopping:
                 raise RuntimeError(f"loop {name} of {self.name} ended by itself")
 
-    async def _watch(self, stop: asyncio.Event, drain: float) -> None:
+    async def _end_on(self, stop: asyncio.Event, drain: float) -> None:
         await stop.wait()
         self._stopping = True
         for item in self._running:
