@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import psutil
 import pytest
@@ -159,10 +159,7 @@ class RabbitScope:
     server: RabbitServer
 
     def close_connections(self) -> int:
-        """Force-close every connection of this test, as an operator would; returns how many.
-
-        The broker lists a new connection about a second after it was opened.
-        """
+        """Force-close every connection of this test, as an operator would; returns how many."""
         if self.vhost is None or self.server.management is None:
             pytest.skip("closing connections needs RABBITMQ_MANAGEMENT_URL")
         return self.server.management.close_connections(self.vhost)
@@ -196,8 +193,11 @@ def rabbitmq(rabbitmq_server: RabbitServer) -> Iterator[RabbitScope]:
             url=rabbitmq_server.url, prefix=f"{name}-", vhost=None, server=rabbitmq_server
         )
         return
-    management.create_vhost(name)
-    url = urlunsplit(urlsplit(rabbitmq_server.url)._replace(path="/" + quote(name, safe="")))
+    password = uuid.uuid4().hex
+    management.create_vhost(name, password)
+    address = urlsplit(rabbitmq_server.url)
+    host = address.netloc.rpartition("@")[2]
+    url = urlunsplit(address._replace(netloc=f"{name}:{password}@{host}", path=f"/{name}"))
     try:
         yield RabbitScope(url=url, prefix=f"{name}-", vhost=name, server=rabbitmq_server)
     finally:
