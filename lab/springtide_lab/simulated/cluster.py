@@ -165,6 +165,8 @@ class SimulatedCluster:
         self.creates = 0
         self.most_pods = 0
         self.pods_of_finished_tasks = 0
+        self.machine_seconds = 0.0
+        """Billed seconds of machines that have ended."""
 
     # ------------------------------------------------------------ life
     @asynccontextmanager
@@ -218,7 +220,10 @@ class SimulatedCluster:
     async def lose_node(self, node: str) -> None:
         """The machine dies at once: programs end unsaved, the node object stays, not ready."""
         machine = self._by_node(node)
+        if machine.lost:
+            return
         machine.lost = True
+        self.machine_seconds += self._clock.now() - machine.launched_at
         machine.ready_at = None
         for pod in list(machine.pods.values()):
             await self._materialise_periodic(pod)
@@ -442,7 +447,8 @@ class SimulatedCluster:
             for pod in list(machine.pods.values()):
                 await self._materialise_periodic(pod)
                 self._vanish(pod)
-            self._machines.pop(instance_id, None)
+            if self._machines.pop(instance_id, None) is not None and not machine.lost:
+                self.machine_seconds += self._clock.now() - machine.launched_at
             self._bump()
 
         self._after(self.model.release_seconds, gone)

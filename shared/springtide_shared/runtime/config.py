@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from springtide_shared.errors import InvalidFieldError
 from springtide_shared.units import parse_bytes, parse_duration
@@ -68,11 +68,20 @@ def load(
         raise InvalidFieldError(cls.__name__, "(combination)", str(error)) from error
 
 
+NOT_SCALED: Final = frozenset({"lease_seconds", "finishing_limit_seconds"})
+"""Guards against stalled processes and absent stores, whose stalls do not shrink with a demo."""
+
+
 def scaled(config: C, factor: float) -> C:
-    """The same settings with every `_seconds` field divided by `factor`, nested ones too."""
+    """The same settings with every `_seconds` field divided by `factor`, nested ones too.
+
+    Fields in `NOT_SCALED` stay.
+    """
     changes: dict[str, Any] = {}
     for item in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, item.name)
+        if item.name in NOT_SCALED:
+            continue
         if item.name.endswith("_seconds") and isinstance(value, int | float):
             changes[item.name] = value / factor
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
