@@ -64,7 +64,8 @@ class RabbitSettings:
     connect_limit: float = 10.0
     restore_limit: float = 120.0
     """How long a consumer tries to come back before it gives up."""
-    heartbeat: int = 30
+    heartbeat: int = 15
+    """The client library gives a silent broker up after about three times this."""
     name: str = "springtide"
     """Shown for our connections in the broker's management."""
 

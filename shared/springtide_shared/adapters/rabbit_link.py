@@ -48,7 +48,10 @@ class RabbitLink:
     @property
     def is_open(self) -> bool:
         """Whether a connection stands now."""
-        return self._connection is not None and not self._connection.is_closed
+        # The library calls a connection closed only once somebody has closed it; one whose
+        # transport died stays "open" for ever.
+        transport = None if self._connection is None else self._connection.transport
+        return transport is not None and not transport.connection.is_closed
 
     async def connection(self) -> AbstractConnection:
         """The connection, made first if there is none; waits out the pause after a failure.
@@ -57,11 +60,12 @@ class RabbitLink:
             TransientError: it could not be made.
             PermanentError: the broker refuses this user, password or virtual host.
         """
-        if self._connection is not None and not self._connection.is_closed:
+        if self._connection is not None and self.is_open:
             return self._connection
         async with self._lock:
-            if self._connection is not None and not self._connection.is_closed:
+            if self._connection is not None and self.is_open:
                 return self._connection
+            await self.close()
             loop = asyncio.get_running_loop()
             await asyncio.sleep(max(0.0, self._next_try_at - loop.time()))
             try:
@@ -78,7 +82,7 @@ class RabbitLink:
             return self._connection
 
     async def close(self) -> None:
-        """End the connection for good; a broker that does not answer is left after a while."""
+        """End the connection, if there is one; a broker that does not answer is left alone."""
         connection, self._connection = self._connection, None
         if connection is None:
             return

@@ -6,6 +6,7 @@ else could claim another tenant by them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -19,8 +20,8 @@ from springtide_shared.ports.bus import DeadLetter
 TENANT: Final = "x-springtide-tenant"
 DEATHS: Final = "x-springtide-deaths"
 RETRIES: Final = "x-springtide-retries"
-WAIT: Final = "x-springtide-wait"
-"""Seconds of a long retry that are still to wait."""
+WAIT: Final = "x-springtide-wait-ms"
+"""What of a long retry is still to wait."""
 RETRIED_FOR: Final = "x-springtide-retried-for"
 """Why it was last put off; for people who look at a queue."""
 REASON: Final = "x-springtide-reason"
@@ -83,7 +84,7 @@ def read(incoming: AbstractIncomingMessage, believed: frozenset[str]) -> Envelop
         tenant=str(headers.get(TENANT, user)),
         deaths=_number(headers.get(DEATHS)),
         retries=_number(headers.get(RETRIES)),
-        wait=float(_number(headers.get(WAIT))),
+        wait=_number(headers.get(WAIT)) / 1000,
         why_retried=str(headers.get(RETRIED_FOR, "")),
     )
 
@@ -116,7 +117,7 @@ def write(
     if envelope.why_retried:
         headers[RETRIED_FOR] = envelope.why_retried[:_MAX_DETAIL_CHARS]
     if envelope.wait > 0:
-        headers[WAIT] = int(envelope.wait + 1)
+        headers[WAIT] = math.ceil(envelope.wait * 1000)
     if reason:
         headers[REASON] = reason
         headers[DETAIL] = detail[:_MAX_DETAIL_CHARS]
