@@ -1,0 +1,1 @@
+"""springtide gateway: the HTTP face of springtide."""
