@@ -217,6 +217,14 @@ class SimulatedCluster:
         else:
             self._out_of_stock[group] = reason
 
+    def end_program(self, uid: str, exit_code: int) -> None:
+        """Let the program of a running pod end by itself now."""
+        (pod,) = (pod for pod in self._pods.values() if pod.uid == uid)
+        assert pod.run is not None, "it does not run yet"
+        self._pause(pod)
+        pod.run = TaskRun(pod.restored + pod.worked, exit_code)
+        self._resume_later(pod, 0.0)
+
     async def lose_node(self, node: str) -> None:
         """The machine dies at once: programs end unsaved, the node object stays, not ready."""
         machine = self._by_node(node)
@@ -253,7 +261,7 @@ class SimulatedCluster:
     async def pods_since(self, version: int) -> PodChanges:
         """See the port."""
         self._answer()
-        if version < self._forgotten or version == 0:
+        if version < self._forgotten or version == 0 or version > self._version:
             pods = [self._view(pod) for pod in self._pods.values()]
             return PodChanges(version=self._version, reset=True, pods=pods, gone=())
         changed = []
@@ -381,7 +389,9 @@ class SimulatedCluster:
         """`NodeControl.delete`; see `SimulatedNodes`."""
         self._answer()
         machine = self._by_node(node)
-        if machine.uid == uid and machine.lost:
+        if machine.uid != uid:
+            raise NotFoundError(Reason.UNKNOWN_NODE, "no such node", node=node, uid=uid)
+        if machine.lost:
             del self._machines[machine.instance_id]
             self._bump()
 
@@ -426,12 +436,16 @@ class SimulatedCluster:
                 most=model.max_size,
             )
         missing = size - self._sizes[group]
+        if missing < 0:
+            raise PermanentError(
+                Reason.INVALID_SPEC, "a wish is never lowered by size", group=group, size=size
+            )
         if missing > 0 and (why := self._out_of_stock.get(group)) is not None:
             raise PermanentError(why, "no machine of this type is to be had", group=group)
         self._tokens[token] = None
         for _ in range(missing):
             self._launch(model)
-        self._sizes[group] = max(self._sizes[group], size)
+        self._sizes[group] = size
 
     async def terminate(self, group: str, instance_id: str) -> None:
         """See the port."""
@@ -845,5 +859,4 @@ class SimulatedNodes:
 
     async def delete(self, node: str, uid: str) -> None:
         """See the port."""
-        with suppress(NotFoundError):
-            await self._cluster.delete_node(node, uid)
+        await self._cluster.delete_node(node, uid)
