@@ -23,10 +23,11 @@ endif
 
 .PHONY: help
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: $(STAMP) ## make .venv from the hashed requirements (PYTHON=path picks the interpreter)
+	@:
 $(STAMP): $(SETUP_INPUTS)
 	@scripts/setup.sh .venv
 
@@ -36,11 +37,11 @@ demo: setup ## run a real scientific array through every part, on this machine
 
 .PHONY: test
 test: setup ## check, then every test; starts the real servers it needs (REQUIRE_REAL=1: none may miss)
-	@$(MAKE) lint
+	@$(MAKE) -k lint
 	@# Not part of a test's time limit: a fresh machine installs the servers here. What cannot be
 	@# had is no error yet: the tests that need it say so themselves.
 	@$(PY) -m springtide_testbed install || true
-	$(PY) -m pytest -n $(WORKERS) $(filter-out tests/e2e,$(patsubst %/,%,$(wildcard tests/*/)))
+	$(PY) -m pytest -n $(WORKERS) $(filter-out tests/e2e tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 ifneq ($(wildcard tests/e2e/test_*.py),)
 	@# These measure real time, so nothing runs beside them.
 	$(PY) -m pytest tests/e2e
@@ -49,13 +50,13 @@ endif
 
 .PHONY: check
 check: setup ## the fast gate: format, lint, types, import contracts, schemas, unit tests
-	@$(MAKE) -j2 $(GROUPED) lint unit
+	@$(MAKE) -k -j2 $(GROUPED) lint unit
 
 .PHONY: lint unit format-check style types imports schemas-check
 lint: format-check style imports schemas-check types
 format-check: ; @.venv/bin/ruff format --check --quiet . || { .venv/bin/ruff format --check .; exit 1; }
 style: ; @.venv/bin/ruff check --quiet .
-imports: ; @.venv/bin/lint-imports --no-timings > .venv/import-contracts.out 2>&1 || { cat .venv/import-contracts.out; exit 1; }
+imports: ; @.venv/bin/lint-imports > .venv/import-contracts.out 2>&1 || { cat .venv/import-contracts.out; exit 1; }
 schemas-check: ; @$(PY) -m springtide_shared.messages.schemas --check
 types: ; @.venv/bin/mypy $(TYPED)
 unit: ; @$(PY) -m pytest -q -n $(WORKERS) tests/unit
