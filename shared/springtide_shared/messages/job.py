@@ -203,6 +203,8 @@ class JobEvents(Message, frozen=True, kw_only=True, omit_defaults=True):
     state: JobState
     counts: TaskCounts
     at: float
+    reason: Reason | None = None
+    """Why nothing moves: `unschedulable` while no cluster that it may use can hold its tasks."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,401 @@
+"""What the coordinator decides: pure functions from what it sees and the time to what should be.
+
+Four decisions: what an account of an attempt makes of its task, which tasks go where now, how many
+places each cluster should have, and which attempts must be given up for lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+from springtide_coordinator.model import Apportioned, Backlog, Candidate, Grant, Job, Rules
+from springtide_shared.errors import Reason
+from springtide_shared.ledger.attempts import ENDED, NO_EXIT, RUNNING, Facts
+from springtide_shared.ledger.records import (
+    CHARGES,
+    FREE,
+    MEMORY,
+    MIGRATED,
+    Phase,
+    TaskRecord,
+    charge_of,
+    is_budgeted,
+)
+from springtide_shared.messages.job import JobState, RetrySpec
+from springtide_shared.messages.slices import MAX_SLICE_TASKS, Range
+
+MAX_ATTEMPTS: Final = 65_535
+MAX_SLICE_BYTES: Final = 800 * 1024
+"""Of a slice's items; what is left of the message's MiB is for its spec and ranges."""
+
+_GOLDEN: Final = 0.6180339887498949
+
+
+class Taken(Enum):
+    """What became of an account."""
+
+    NOTHING_NEW = "nothing-new"
+    MERGED = "merged"
+    SETTLED = "settled"
+    QUEUED = "queued"
+    STALE = "stale"
+    """A success that came after a later attempt had begun to run: refused."""
+    SUPERSEDES = "supersedes"
+    """A success of an earlier attempt, accepted: the newer one must be ended."""
+
+
+# ---------------------------------------------------------------- attempts
+
+
+def take(job: Job, index: int, attempt: int, seen: Facts, now: float) -> Taken:
+    """Merge an account of an attempt into its task and draw the consequences.
+
+    Exactly one result is accepted per task: a success of attempt n, unless a later attempt has
+    reported running before it came. A task without a row is settled and folded, or never started;
+    the caller unfolds one that failed before it brings a success.
+    """
+    record = job.tasks.get(index)
+    if record is None or attempt > record.attempt:
+        return Taken.NOTHING_NEW
+    if seen.stage == ENDED and seen.reason == Reason.COMPLETED:
+        return _take_success(job, index, record, attempt, seen, now)
+    if attempt < record.attempt or record.phase is not Phase.LIVE:
+        return Taken.NOTHING_NEW
+    merged = record.facts.merge(seen)
+    if merged is record.facts:
+        return Taken.NOTHING_NEW
+    record.facts = merged
+    job.dirty[index] = None
+    if merged.ran is not None:
+        record.floor = attempt
+    known = merged.known
+    if known is None or known.stage != ENDED:
+        return Taken.MERGED
+    return _take_end(job, index, record, known, now)
+
+
+def _take_success(
+    job: Job, index: int, record: TaskRecord, attempt: int, seen: Facts, now: float
+) -> Taken:
+    digest = bytes.fromhex(seen.digest)
+    if record.phase is Phase.SUCCEEDED:
+        is_same = (record.record_attempt, record.digest) == (seen.record_attempt, digest)
+        return Taken.NOTHING_NEW if is_same else Taken.STALE
+    if record.phase is Phase.CANCELLED or attempt < record.floor:
+        return Taken.STALE
+    newer_is_live = record.phase is Phase.LIVE and attempt < record.attempt
+    if attempt == record.attempt:
+        record.facts = record.facts.merge(seen)
+    record.reason = Reason.COMPLETED.value
+    record.exit_code = None if seen.exit_code == NO_EXIT else seen.exit_code
+    record.digest = digest
+    record.record_attempt = seen.record_attempt
+    record.pin_node = record.migration_id = ""
+    record.at = now
+    job.settle(index, record, Phase.SUCCEEDED)
+    return Taken.SUPERSEDES if newer_is_live else Taken.SETTLED
+
+
+def _take_end(job: Job, index: int, record: TaskRecord, known: Facts, now: float) -> Taken:
+    record.reason = known.reason
+    record.exit_code = None if known.exit_code == NO_EXIT else known.exit_code
+    record.pin_node = record.migration_id = ""
+    record.at = now
+    if job.state is JobState.CANCELLING or known.reason == Reason.CANCELLED:
+        record.reason = Reason.CANCELLED.value
+        job.settle(index, record, Phase.CANCELLED)
+        return Taken.SETTLED
+    charge = charge_of(known.reason)
+    if charge >= 0:
+        charged = list(record.charged)
+        charged[charge] += 1
+        record.charged = tuple(charged)
+        job.body.charged[charge] += 1
+    if not may_retry(record, charge, job.spec.retry, job.book.rules):
+        job.settle(index, record, Phase.FAILED)
+        return Taken.SETTLED
+    if charge == MIGRATED:
+        record.migration_id, record.pin_node = known.migration_id, known.pin_node
+        record.not_before = 0.0
+    else:
+        times = record.charged[charge]
+        record.not_before = now + pause_before(times, index, job.book.rules)
+    job.queue_again(index, record, now, raise_memory=charge == MEMORY)
+    return Taken.QUEUED
+
+
+def may_retry(record: TaskRecord, charge: int, retry: RetrySpec, rules: Rules) -> bool:
+    """Whether another attempt is paid for after an end charged under `charge` (-1: by nothing)."""
+    if charge < 0 or record.attempt >= MAX_ATTEMPTS:
+        return False
+    if is_budgeted(charge):
+        budget: int = getattr(retry, CHARGES[charge])
+        return record.charged[charge] <= budget
+    return record.charged[FREE] + record.charged[MIGRATED] <= rules.free_limit
+
+
+def pause_before(times: int, index: int, rules: Rules) -> float:
+    """Seconds before the next attempt after the `times`-th end of a class: doubling, up to a limit.
+
+    Spread over its upper half by the task's index, so that a thousand tasks that failed together do
+    not come back together.
+    """
+    ceiling = min(
+        rules.retry_pause_most_seconds, rules.retry_pause_seconds * 2.0 ** min(times - 1, 30)
+    )
+    return ceiling * (0.5 + 0.5 * (index * _GOLDEN % 1.0))
+
+
+# ---------------------------------------------------------------- dispatch
+
+
+def plan_dispatch(
+    candidates: Sequence[Candidate],
+    rooms: Mapping[tuple[str, str], int],
+    usage: Mapping[str, tuple[int, int]],
+    totals: tuple[int, int],
+    parallel: Mapping[str, int],
+) -> list[Grant]:
+    """Which tasks go where now.
+
+    By priority; within one priority to the tenant with the least dominant share of what there is,
+    again and again; within a tenant by age.
+
+    Args:
+        candidates: what waits.
+        rooms: (cluster, shape key) → places that the cluster still offers us.
+        usage: tenant → (cpu_millis, memory_bytes) of its live attempts.
+        totals: what those are a share of.
+        parallel: job id → how many more of its tasks may be live; absent: any number.
+    """
+    left = dict(rooms)
+    parallel_left = dict(parallel)
+    used = dict(usage)
+    grants: dict[tuple[str, int, str], int] = {}
+    waiting = {id(item): item.count for item in candidates}
+    tiers: dict[tuple[int, str], dict[str, list[Candidate]]] = {}
+    for item in sorted(
+        candidates, key=lambda one: (-one.priority, one.created_at, one.job_id, one.level)
+    ):
+        tier = tiers.setdefault((-item.priority, item.shape.key), {})
+        tier.setdefault(item.tenant, []).append(item)
+    for priority_and_shape in sorted(tiers):
+        tenants = tiers[priority_and_shape]
+        shape = priority_and_shape[1]
+        clusters = sorted(cluster for cluster, key in left if key == shape)
+        room = sum(left[cluster, shape] for cluster in clusters)
+        quantum = max(1, room // (4 * len(tenants)))
+        order = [(_share(used.get(tenant), totals), tenant) for tenant in sorted(tenants)]
+        heapq.heapify(order)
+        while order:
+            _, tenant = heapq.heappop(order)
+            found = _first_fit(tenants[tenant], clusters, shape, left, waiting, parallel_left)
+            if found is None:
+                continue
+            item, cluster = found
+            count = min(
+                waiting[id(item)],
+                left[cluster, shape],
+                parallel_left.get(item.job_id, item.count),
+                quantum if order else left[cluster, shape],
+            )
+            waiting[id(item)] -= count
+            left[cluster, shape] -= count
+            if item.job_id in parallel_left:
+                parallel_left[item.job_id] -= count
+            key = (item.job_id, item.level, cluster)
+            grants[key] = grants.get(key, 0) + count
+            cpu, memory = used.get(tenant, (0, 0))
+            used[tenant] = (
+                cpu + count * item.shape.cpu_millis,
+                memory + count * item.shape.memory_bytes,
+            )
+            heapq.heappush(order, (_share(used[tenant], totals), tenant))
+    return [
+        Grant(job_id=job_id, level=level, cluster=cluster, count=count)
+        for (job_id, level, cluster), count in grants.items()
+    ]
+
+
+def _share(used: tuple[int, int] | None, totals: tuple[int, int]) -> float:
+    if used is None:
+        return 0.0
+    return max(used[0] / max(1, totals[0]), used[1] / max(1, totals[1]))
+
+
+def _first_fit(
+    items: list[Candidate],
+    clusters: Sequence[str],
+    shape: str,
+    left: Mapping[tuple[str, str], int],
+    waiting: Mapping[int, int],
+    parallel_left: Mapping[str, int],
+) -> tuple[Candidate, str] | None:
+    """The tenant's oldest candidate that finds room, and the cluster with the most of it."""
+    while items:
+        item = items[0]
+        if waiting[id(item)] > 0 and parallel_left.get(item.job_id, 1) > 0:
+            allowed = [
+                cluster
+                for cluster in clusters
+                if left[cluster, shape] > 0 and (not item.clusters or cluster in item.clusters)
+            ]
+            if allowed:
+                return item, max(allowed, key=lambda cluster: left[cluster, shape])
+        # Room only shrinks within a round: what finds none now finds none later in it.
+        del items[0]
+    return None
+
+
+def pick_tasks(job: Job, level: int, count: int) -> tuple[list[tuple[int, list[int]]], int]:
+    """Which of a job's tasks to dispatch: those tried before first, then fresh ones.
+
+    Returns:
+        ([(attempt number before, indices)], how many fresh ones).
+    """
+    groups: list[tuple[int, list[int]]] = []
+    for attempt, of_level in sorted(job.ready):
+        if of_level != level or count <= 0:
+            continue
+        indices = sorted(job.ready[attempt, of_level])[:count]
+        groups.append((attempt, indices))
+        count -= len(indices)
+    fresh = min(count, job.body.fresh) if level == 0 else 0
+    return groups, fresh
+
+
+def cut_slices(indices: Sequence[int], items: Sequence[str] | None) -> list[list[int]]:
+    """Indices in slices of at most 500 tasks whose items fit into one message."""
+    slices: list[list[int]] = []
+    current: list[int] = []
+    size = 0
+    for index in indices:
+        weight = 0 if items is None else len(msgspec.json.encode(items[index])) + 1
+        if current and (len(current) == MAX_SLICE_TASKS or size + weight > MAX_SLICE_BYTES):
+            slices.append(current)
+            current, size = [], 0
+        current.append(index)
+        size += weight
+    if current:
+        slices.append(current)
+    return slices
+
+
+def ranges_of(indices: Iterable[int]) -> list[Range]:
+    """Ascending indices as ranges, each from its first to just before its second."""
+    ranges: list[Range] = []
+    first = end = -1
+    for index in indices:
+        if index != end:
+            if end >= 0:
+                ranges.append((first, end))
+            first = index
+        end = index + 1
+    if end >= 0:
+        ranges.append((first, end))
+    return ranges
+
+
+# ---------------------------------------------------------------- demand
+
+
+def apportion(
+    backlogs: Sequence[Backlog],
+    clusters: Sequence[str],
+    capacity: Mapping[str, Mapping[str, int]],
+    live: Mapping[tuple[str, str], int],
+) -> Apportioned:
+    """Split what waits over the clusters that may take it, so that no two buy for the same task.
+
+    In proportion to how much each could still grow for the shape; in equal parts while nobody has
+    said. Whole tasks, largest remainders first, names break ties.
+
+    Args:
+        backlogs: what waits.
+        clusters: all that are known, in order.
+        capacity: cluster → shape key → most places it could ever have; fresh ones only.
+        live: (cluster, shape key) → our live attempts.
+    """
+    result = Apportioned()
+    for backlog in backlogs:
+        allowed = [name for name in clusters if not backlog.clusters or name in backlog.clusters]
+        heard = [name for name in allowed if name in capacity]
+        shape = backlog.shape
+        known = {name: capacity[name][shape] for name in heard if shape in capacity[name]}
+        if allowed and len(known) == len(allowed) and not any(known.values()):
+            result.unschedulable[shape, backlog.clusters] = None
+        weights = {
+            name: float(max(0, most - live.get((name, shape), 0))) for name, most in known.items()
+        }
+        if not any(weights.values()):
+            weights = {name: float(most) for name, most in known.items()}
+        # A cluster that has not been asked for this shape yet is as good as the others' average.
+        usual = sum(weights.values()) / len(weights) if any(weights.values()) else 1.0
+        for name in heard or allowed:
+            weights.setdefault(name, usual)
+        for name, share in split(backlog.count, weights).items():
+            if share:
+                key = (name, shape)
+                result.shares[key] = result.shares.get(key, 0) + share
+    return result
+
+
+def split(count: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """`count` whole things in proportion to `weights`; nothing if all of them are 0."""
+    total = sum(weights.values())
+    if total <= 0:
+        return {}
+    exact = {name: count * weight / total for name, weight in weights.items()}
+    shares = {name: int(value) for name, value in exact.items()}
+    rest = count - sum(shares.values())
+    for name in sorted(weights, key=lambda one: (shares[one] - exact[one], one))[:rest]:
+        shares[name] += 1
+    return shares
+
+
+# ---------------------------------------------------------------- inventory
+
+
+def judge(
+    ours: Iterable[tuple[tuple[str, int, int], int, int]],
+    present: Container[tuple[str, int, int]],
+    settled: tuple[int, int],
+    absent_since: Mapping[tuple[str, int, int], float],
+    now: float,
+    rules: Rules,
+) -> tuple[dict[tuple[str, int, int], float], list[tuple[str, int, int]]]:
+    """Which of a cluster's attempts are gone without a word.
+
+    One is given up if two whole inventories in a row, far enough apart, do not have it.
+
+    Args:
+        ours: (job id, index, attempt) with the epoch and number of its slice.
+        present: the attempts in the inventory.
+        settled: its `slice_epoch` and `settled_below`; it says nothing of later slices.
+        absent_since: what this function returned for the inventory before.
+        now: monotonic seconds.
+        rules: how long is far enough.
+
+    Returns:
+        Since when each is absent, and which are to be given up.
+    """
+    absent: dict[tuple[str, int, int], float] = {}
+    lost: list[tuple[str, int, int]] = []
+    for key, epoch, seq in ours:
+        if (epoch, seq) >= settled or key in present:
+            continue
+        since = absent_since.get(key)
+        absent[key] = now if since is None else since
+        if since is not None and now - since >= rules.lost_after_seconds:
+            lost.append(key)
+    return absent, lost
+
+
+def is_further(seen_stage: int, record: TaskRecord) -> bool:
+    """Whether an inventory knows more of a live attempt than we do: its events are late."""
+    return seen_stage > record.facts.stage and seen_stage >= RUNNING
