@@ -1,4 +1,4 @@
-"""Topics `attempt.*` and `inventory`: what became of attempts, as the submitter and monitor saw it."""
+"""Topics `attempt.*` and `inventory`: what became of attempts, as submitter and monitor saw it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Head shared by all snapshots: which producer, which edition, which part of it, use by when."""
+    """Head of all snapshots: which producer, which edition, which part of it, use by when."""
 
     kind: ClassVar[Kind] = Kind.SNAPSHOT
 

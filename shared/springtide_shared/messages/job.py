@@ -107,23 +107,35 @@ class JobSubmit(Message, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     duplicate: ClassVar[str] = "the same answer again; a different body under a taken id is refused"
 
     id: JobId
+    """Made by the publisher (a UUID or ULID)."""
     name: str
+    """For people; 1 … 200 characters without line breaks."""
     command: list[str]
+    """Program and arguments, handed over byte for byte; no shell reads them."""
     application: str = ""
+    """What it is a run of; with the image it is what versions are compared by."""
     labels: dict[str, str] = {}
+    """At most 64; names of letters, digits and `. _ / -`."""
     priority: int = 0
     """-1000 … 1000; higher is dispatched first."""
     image: str = ""
     """Container image; the local cluster runs the command as a process and ignores it."""
     env: dict[str, str] = {}
+    """Names beginning with `SPRINGTIDE_` are refused: springtide sets them."""
     working_dir: str = ""
+    """Below the task's own directory; relative, without `..`."""
     array: ArraySpec = ArraySpec(size=1)
+    """How many tasks, or their items."""
     resources: ResourcesSpec = ResourcesSpec()
+    """What each task requests."""
     outputs: list[str] = []
     """Paths below the output directory that a success must leave."""
     checkpoint: CheckpointRequest | None = None
+    """How its progress is saved; None: a task that is moved or lost begins anew."""
     retry: RetrySpec = RetrySpec()
+    """Further attempts allowed per class of reason."""
     limits: LimitsSpec = LimitsSpec()
+    """Bounds on time and on tasks at once."""
     clusters: list[str] = []
     """Where it may run; empty: anywhere."""
     grace: str | int | float = 30

@@ -1,4 +1,4 @@
-"""ClusterView, PodControl, NodeControl, NodeGroups: one cluster and its cloud, as services see them.
+"""ClusterView, PodControl, NodeControl, NodeGroups: one cluster and its cloud for services.
 
 The local, the simulated and the Kubernetes cluster pass one contract suite.
 """

@@ -10,7 +10,7 @@ import msgspec
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One normalised sample of one pod: a sample is a rate over an interval, never a raw counter."""
+    """One normalised sample of one pod: a rate over an interval, never a raw counter."""
 
     at: float
     """End of the interval, seconds since 1970."""

@@ -1,4 +1,4 @@
-"""ServiceState and Leases: the little that a per-cluster service must remember across its deaths."""
+"""ServiceState and Leases: the little that a per-cluster service remembers across its deaths."""
 
 from __future__ import annotations
 

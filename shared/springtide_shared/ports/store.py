@@ -20,7 +20,8 @@ class ObjectInfo:
 class ObjectStore(Protocol):
     """An object is whole or absent; readers never see half of one.
 
-    Keys are relative paths of UTF-8 text without empty, `.` or `..` parts (else `InvalidFieldError`).
+    Keys are relative paths of UTF-8 text without empty, `.` or `..` parts (else
+    `InvalidFieldError`).
     All calls raise `TransientError(store-unavailable)` while the store does not answer and
     `NotFoundError` for a key that is not there.
     """

@@ -299,7 +299,7 @@ class SnapshotWriter:
         per_part: int = 500,
         **fields: Any,
     ) -> list[Any]:
-        """The next edition of `cls` with `entries` in `field_name`, at most `per_part` a message."""
+        """The next edition of `cls`: `entries` in `field_name`, at most `per_part` a message."""
         seq = self._seq[cls] = self._seq.get(cls, 0) + 1
         chunks = [entries[i : i + per_part] for i in range(0, len(entries), per_part)] or [()]
         return [
