@@ -54,6 +54,7 @@ class AttemptLife:
     key: AttemptKey
     cluster: str
     node: str = ""
+    pending_at: float | None = None
     running_at: float | None = None
     ended_at: float | None = None
     reason: Reason | None = None
@@ -157,6 +158,8 @@ class Recorder(Service):
                 life = AttemptLife(event.key, message.cluster)
                 self.recording.attempts[event.key] = life
             life.node = event.node or life.node
+            if event.state is AttemptState.PENDING and life.pending_at is None:
+                life.pending_at = event.at
             if event.state is AttemptState.RUNNING and life.running_at is None:
                 life.running_at = event.at
             if event.state is AttemptState.ENDED and life.ended_at is None:

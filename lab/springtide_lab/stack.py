@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from springtide_rescheduler.config import ReschedulerConfig
 from springtide_rescheduler.service import Rescheduler
-from springtide_scaler.service import Scaler
-from springtide_submitter.service import Submitter
 
 from springtide_coordinator.config import CoordinatorConfig
 from springtide_coordinator.service import Coordinator
 from springtide_lab.supervisor import Supervisor
 from springtide_monitor.config import MonitorConfig
 from springtide_monitor.service import Monitor
+from springtide_rescheduler.config import ReschedulerConfig
 from springtide_scaler.config import ScalerConfig
+from springtide_scaler.service import Scaler
 from springtide_shared.ports.bus import MessageBus
 from springtide_shared.ports.clock import Clock, Ids
 from springtide_shared.ports.cluster import ClusterView, NodeControl, NodeGroups, PodControl
@@ -29,6 +28,7 @@ from springtide_shared.ports.state import Leases, ServiceState
 from springtide_shared.ports.store import ObjectStore
 from springtide_shared.runtime.config import scaled
 from springtide_submitter.config import SubmitterConfig
+from springtide_submitter.service import Submitter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ class Supervisor:
     """First pause before a failed service is made anew."""
     seats: dict[str, Seat] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
+    last_errors: dict[str, BaseException] = field(default_factory=dict)
 
     def add(self, name: str, make: Callable[[], Service]) -> None:
         """Give a service a seat; call before `serve`."""
@@ -100,9 +101,18 @@ class Supervisor:
             if not seat.task.cancelled():
                 error = seat.task.exception()
                 self.failures[seat.name] += 1
+                if error is not None:
+                    self.last_errors[seat.name] = _leaf(error)
                 log.error("service.failed", seat=seat.name, error=repr(error), failures=failures)
                 pause = backoff(failures, self.ids, base=self.restart_seconds, most=60.0)
             pause = max(pause, seat.idle_until - loop.time())
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await stop.wait()
+
+
+def _leaf(error: BaseException) -> BaseException:
+    """The first fault inside nested groups: what people need to read."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
