@@ -121,6 +121,22 @@ def test_requirements_are_hashed_and_name_no_place() -> None:
         assert "://" not in text
 
 
+def test_requirements_hold_every_declared_dependency() -> None:
+    """A dependency that was added without "make lock" is missing in every fresh environment."""
+    locked = set(re.findall(r"^([a-z0-9._-]+)==", _text("requirements.txt"), re.MULTILINE))
+    own = {str(project_of(member)["name"]) for member in MEMBERS}
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        dev = tomllib.load(file)["dependency-groups"]["dev"]
+    wanted = {re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower() for requirement in dev}
+    for member in MEMBERS:
+        wanted |= _declared(member, own_names=own)
+    assert not wanted - own - locked, "run 'make lock'"
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
 def test_the_lock_file_that_names_the_registry_is_ignored() -> None:
     assert "uv.lock" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
 
