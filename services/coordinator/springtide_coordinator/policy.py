@@ -188,8 +188,6 @@ def plan_dispatch(
         tenants = tiers[priority_and_shape]
         shape = priority_and_shape[1]
         clusters = sorted(cluster for cluster, key in left if key == shape)
-        room = sum(left[cluster, shape] for cluster in clusters)
-        quantum = max(1, room // (4 * len(tenants)))
         order = [(_share(used.get(tenant), totals), tenant) for tenant in sorted(tenants)]
         heapq.heapify(order)
         while order:
@@ -198,6 +196,8 @@ def plan_dispatch(
             if found is None:
                 continue
             item, cluster = found
+            room = sum(left[name, shape] for name in clusters)
+            quantum = max(1, room // (4 * len(tenants)))
             count = min(
                 waiting[id(item)],
                 left[cluster, shape],
