@@ -71,7 +71,7 @@ def take(job: Job, index: int, attempt: int, seen: Facts, now: float) -> Taken:
         return Taken.NOTHING_NEW
     record.facts = merged
     job.dirty[index] = None
-    if merged.ran is not None:
+    if merged.has_run:
         record.floor = attempt
     known = merged.known
     if known is None or known.stage != ENDED:

@@ -85,45 +85,66 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, order=True):
     node: str = ""
 
 
-class Attempt(msgspec.Struct, frozen=True, array_like=True):
-    """All that is known of one attempt.
+class Account(msgspec.Struct, frozen=True, array_like=True):
+    """What is known of one pod of an attempt. `ran`: its program did run, however it ended."""
 
-    Two accounts are kept apart, since pods of one name can follow one another: that of the pod
-    whose program `ran`, and the `idle` rest. News that a pod never started says nothing of another
-    one that runs.
+    facts: Facts
+    ran: bool
+
+
+class Attempt(msgspec.Struct, frozen=True, array_like=True):
+    """All that is known of one attempt: an account per pod uid, in their order.
+
+    Pods of one name can follow one another: an unstarted one is deleted and made anew elsewhere.
+    News that one never started says nothing of another that runs. News without a pod's uid is
+    about whichever there was.
     """
 
-    ran: Facts | None = None
-    idle: Facts | None = None
+    pods: tuple[Account, ...] = ()
 
     def merge(self, seen: Facts) -> Attempt:
         """This and `seen` together; the same object if `seen` tells nothing new."""
-        if is_of_a_run(seen):
-            if self.ran is not None and self.ran >= seen:
-                return self
-            # An idle account that tells no end has nothing more to say once a program ran.
-            idle = self.idle if self.idle is not None and self.idle.stage == ENDED else None
-            return Attempt(seen, idle)
-        if self.idle is not None and self.idle >= seen:
-            return self
-        if self.ran is not None and seen.stage != ENDED:
-            return self
-        return Attempt(self.ran, seen)
+        ran = is_of_a_run(seen)
+        for at, account in enumerate(self.pods):
+            if account.facts.pod_uid != seen.pod_uid:
+                continue
+            if account.facts >= seen:
+                if account.ran or not ran:
+                    return self
+                seen = account.facts
+            merged = Account(seen, ran or account.ran)
+            return Attempt((*self.pods[:at], merged, *self.pods[at + 1 :]))
+        pods = (*self.pods, Account(seen, ran))
+        return Attempt(pods if len(pods) == 1 else tuple(sorted(pods, key=_pod_uid)))
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any of its pods ran the program."""
+        return any(account.ran for account in self.pods)
 
     @property
     def known(self) -> Facts | None:
         """What holds: None while only dispatched."""
-        if self.ran is None or self.idle is None:
-            return self.ran or self.idle
-        if self.idle.pod_uid not in ("", self.ran.pod_uid):
-            return self.ran
-        return max(self.ran, self.idle)
+        pods = self.pods
+        if len(pods) <= 1:
+            return pods[0].facts if pods else None
+        if not self.has_run:
+            return max(account.facts for account in pods)
+        return max(
+            account.facts
+            for account in pods
+            if account.ran or (account.facts.stage == ENDED and not account.facts.pod_uid)
+        )
 
     @property
     def stage(self) -> int:
         """How far it came; 0: dispatched."""
         known = self.known
         return 0 if known is None else known.stage
+
+
+def _pod_uid(account: Account) -> str:
+    return account.facts.pod_uid
 
 
 def is_of_a_run(facts: Facts) -> bool:
