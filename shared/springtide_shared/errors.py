@@ -160,6 +160,15 @@ class NotFoundError(SpringtideError):
     """What was named does not exist (any more)."""
 
 
+def shown(value: object) -> str:
+    """A rendering of bad input for people, at most 80 characters, whatever the input is."""
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:  # Python refuses to write out integers of thousands of digits
+        text = "an integer of more than 4,300 digits"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 class InvalidFieldError(PermanentError):
     """Bad input: names the field, the value and the remedy.
 
@@ -170,9 +179,8 @@ class InvalidFieldError(PermanentError):
     def __init__(
         self, field: str, value: object, remedy: str, reason: Reason = Reason.INVALID_SPEC
     ) -> None:
-        shown = value if isinstance(value, str) else repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        super().__init__(reason, f"{field}: {shown!r} is refused; {remedy}")
+        text = shown(value)
+        super().__init__(reason, f"{field}: {text!r} is refused; {remedy}")
         self.field = field
-        self.value = shown
+        self.value = text
         self.remedy = remedy

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Final
 
+from springtide_shared.errors import shown
+
 KiB: Final = 1024
 MiB: Final = 1024 * KiB
 GiB: Final = 1024 * MiB
@@ -60,18 +62,22 @@ def parse_cpu(value: str | float) -> int:
     """
     remedy = 'give cores as a number (2, 0.5) or thousandths as text ("500m")'
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} is no amount of CPU; {remedy}")
+        raise ValueError(f"{shown(value)!r} is no amount of CPU; {remedy}")
+    if isinstance(value, int) and not 0 <= value <= MAX_CPU_MILLIS:
+        raise ValueError(f"{shown(value)!r} is no amount of CPU; {remedy}")
     text = value.strip() if isinstance(value, str) else repr(value)
     scale = 1000
     if text.endswith("m"):
         text, scale = text[:-1], 1
     if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text, re.ASCII):
-        raise ValueError(f"{value!r} is no amount of CPU; {remedy}")
+        raise ValueError(f"{shown(value)!r} is no amount of CPU; {remedy}")
     millis = _number(text, "amount of CPU") * scale
     if millis != int(millis):
-        raise ValueError(f"{value!r} is finer than a thousandth of a core; {remedy}")
+        raise ValueError(f"{shown(value)!r} is finer than a thousandth of a core; {remedy}")
     if millis > MAX_CPU_MILLIS:
-        raise ValueError(f"{value!r} is more than 1,000 cores; ask for what one node can hold")
+        raise ValueError(
+            f"{shown(value)!r} is more than 1,000 cores; ask for what one node can hold"
+        )
     return int(millis)
 
 
@@ -83,15 +89,17 @@ def parse_bytes(value: str | int) -> int:
     """
     remedy = 'give bytes as a whole number or text with a unit ("8Gi", "500M")'
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"{value!r} is no size; {remedy}")
+        raise ValueError(f"{shown(value)!r} is no size; {remedy}")
+    if isinstance(value, int) and not 0 <= value <= MAX_BYTES:
+        raise ValueError(f"{shown(value)!r} is no size of 0 … 64 TiB; {remedy}")
     match = _QUANTITY.match(value.strip() if isinstance(value, str) else str(value))
     if match is None or match[2] not in _BYTE_UNITS:
-        raise ValueError(f"{value!r} is no size; {remedy}")
+        raise ValueError(f"{shown(value)!r} is no size; {remedy}")
     size = _number(match[1], "size") * _BYTE_UNITS[match[2]]
     if size != int(size):
-        raise ValueError(f"{value!r} is a fraction of a byte; {remedy}")
+        raise ValueError(f"{shown(value)!r} is a fraction of a byte; {remedy}")
     if size > MAX_BYTES:
-        raise ValueError(f"{value!r} is more than 64 TiB; ask for what one node can hold")
+        raise ValueError(f"{shown(value)!r} is more than 64 TiB; ask for what one node can hold")
     return int(size)
 
 
@@ -103,21 +111,23 @@ def parse_duration(value: str | float) -> float:
     """
     remedy = 'give seconds as a number or text with a unit ("90m", "1h30m")'
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} is no duration; {remedy}")
+        raise ValueError(f"{shown(value)!r} is no duration; {remedy}")
     if isinstance(value, str):
         text = value.strip()
         parts = _DURATION.findall(text)
         if not parts or "".join(number + unit for number, unit in parts) != text:
-            raise ValueError(f"{value!r} is no duration; {remedy}")
+            raise ValueError(f"{shown(value)!r} is no duration; {remedy}")
         seconds = float(
             sum((Decimal(number) * _SECOND_UNITS[unit] for number, unit in parts), Decimal(0))
         )
+    elif isinstance(value, int) and not 0 <= value <= MAX_SECONDS:
+        raise ValueError(f"{shown(value)!r} is no duration of 0 … 366 days; {remedy}")
     else:
         seconds = float(value)
         if not 0 <= seconds < float("inf"):  # also refuses NaN
-            raise ValueError(f"{value!r} is no duration; {remedy}")
+            raise ValueError(f"{shown(value)!r} is no duration; {remedy}")
     if seconds > MAX_SECONDS:
-        raise ValueError(f"{value!r} is more than 366 days; {remedy}")
+        raise ValueError(f"{shown(value)!r} is more than 366 days; {remedy}")
     return seconds
 
 
