@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from springtide_coordinator.model import Rules
 
@@ -10,18 +11,6 @@ from springtide_coordinator.model import Rules
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Read from a file and `SPRINGTIDE_COORDINATOR_<FIELD>` variables. Times in seconds."""
-
-    amqp_url: str = ""
-    """Broker; needed only by the process of its own."""
-    ledger_url: str = ""
-    """Database, `postgresql://…` or `sqlite:///…`; needed only by the process of its own."""
-    store_url: str = ""
-    """Job object store (`file:///…`); empty: an attempt that vanished is lost, whatever it left."""
-    health_host: str = "127.0.0.1"
-    health_port: int = 0
-    """For `/healthz` and `/readyz`; 0: none."""
-    holder: str = "coordinator"
-    """Written beside the epoch, for people."""
 
     clusters: tuple[str, ...] = ()
     """Clusters to send demand to from the start; others join when their services are heard."""
@@ -49,6 +38,24 @@ class Config:
     memory_factor: float = 1.5
     memory_raises: int = 3
     """After an out-of-memory end the next attempt asks for `memory_factor` more, so many times."""
+
+    # Only for a coordinator that runs as a process of its own; the embedded stack hands adapters
+    # over.
+    amqp_url: str = ""
+    trusted_publishers: tuple[str, ...] = ()
+    """Broker users whose word on a message's tenant is believed: the gateway's."""
+    database_url: str = ""
+    """`postgresql://…` or `sqlite:///…`."""
+    migrate: bool = False
+    """Bring the database's schema to this build's first; else a deploy step does."""
+    store_dir: Path | None = None
+    """Directory of the job object store; without it an attempt that vanished is lost, whatever it
+    left there."""
+    health_host: str = "127.0.0.1"
+    health_port: int = 0
+    """For `/healthz` and `/readyz`; 0 picks a free one, which the log names."""
+    holder: str = "coordinator"
+    """Written beside the epoch, for people."""
 
     def __post_init__(self) -> None:
         for name in (
