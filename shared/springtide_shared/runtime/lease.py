@@ -44,6 +44,16 @@ class LeaseKeeper:
             raise PermanentError(Reason.STALE, "no lease is held", lease=self._name)
         return self._lease.token
 
+    def check(self) -> int:
+        """The fencing token, for use right before an effect.
+
+        Raises:
+            PermanentError: no lease is held, or it has run out: another holder may have it.
+        """
+        if self._lease is not None and self._clock.now() >= self._lease.expires_at:
+            raise PermanentError(Reason.STALE, "the lease ran out unrenewed", lease=self._name)
+        return self.token
+
     async def renew(self) -> None:
         """Renew; call it about every third of `ttl`.
 

@@ -1,0 +1,68 @@
+"""Settings of the scaler. Fields in `_seconds` are time constants of policy; `lease_ttl` is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from springtide_scaler.policy import Rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerConfig:
+    """Times in seconds."""
+
+    round_seconds: float = 2.0
+    """Between two rounds; demand and commands bring one forward."""
+    least_round_seconds: float = 0.2
+    """Least pause between two rounds, however often they are brought forward."""
+    publish_seconds: float = 5.0
+    """Plan and capacity are said at least this often; they are good for three such periods."""
+    idle_seconds: float = 60.0
+    """How long a node must be empty and unneeded before it is released. Below the time that one
+    round of dispatching takes, nodes are released between two tasks."""
+    settle_seconds: float = 2.0
+    """Between the plan without a node and the fresh read of it: pods on their way show up."""
+    release_seconds: float = 30.0
+    """What a release costs beyond `idle_seconds`; counts as paid for nothing when buying."""
+    worth_factor: float = 3.0
+    """A place is bought only if the work expected for it is at least this many times the seconds
+    of boot and release. 0: buy for anything. Work of unknown length is always bought for."""
+    max_launch_per_round: int = 100
+    """Machines ordered in one round at most; the clouds' token buckets are of this size."""
+    max_release_per_round: int = 100
+    join_limit_seconds: float = 600.0
+    """A machine that is no ready node by then is terminated and its group backed off. At least
+    three times the group's usual boot time in any case."""
+    order_grace_seconds: float = 15.0
+    """How long the cloud's answers may lag behind an order that it has accepted."""
+    orphan_seconds: float = 30.0
+    """A node object whose machine is gone is removed after this."""
+    backoff_seconds: float = 60.0
+    """First pause of a group after a stock-out, a quota or a fault; doubles with each one."""
+    max_backoff_seconds: float = 900.0
+    lease_ttl: float = 30.0
+    """Seconds. A life that cannot renew for this long must end; it is real time, never scaled."""
+
+    def __post_init__(self) -> None:
+        for name in ("round_seconds", "publish_seconds", "backoff_seconds", "lease_ttl"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0")
+        if self.worth_factor < 0 or self.max_launch_per_round < 1 or self.max_release_per_round < 1:
+            raise ValueError("worth_factor must be at least 0, the limits per round at least 1")
+
+    @property
+    def rules(self) -> Rules:
+        """What the policies need of it."""
+        return Rules(
+            worth_factor=self.worth_factor,
+            release_seconds=self.idle_seconds + self.release_seconds,
+            max_launch=self.max_launch_per_round,
+            max_release=self.max_release_per_round,
+            idle_seconds=self.idle_seconds,
+            settle_seconds=self.settle_seconds,
+            join_limit_seconds=self.join_limit_seconds,
+            order_grace_seconds=self.order_grace_seconds,
+            orphan_seconds=self.orphan_seconds,
+            backoff_seconds=self.backoff_seconds,
+            max_backoff_seconds=self.max_backoff_seconds,
+        )
