@@ -561,7 +561,10 @@ class Scaler(Service):
         """The fresh read: is the cordoned node still empty, now that nothing can come any more?"""
         if node is not None and not node.cordoned:
             self._announced.pop(release.instance_id, None)
-            await self._close(release)  # the last life ended before the effect
+            if release.was_cordoned:
+                await self._forget_release(release)  # whoever had closed it wants it back
+            else:
+                await self._close(release)  # the last life ended before the effect
             return
         if not is_settled(self._announced.get(release.instance_id), self.clock.now(), self._rules):
             return
@@ -577,6 +580,7 @@ class Scaler(Service):
                 return
             self._note_release(release, NodeState.UNCORDONED, Reason.NOT_EMPTY)
         self._announced.pop(release.instance_id, None)
+        self._idle_since.pop(release.instance_id, None)  # this round still sees it empty
         await self._forget_release(release)
 
     async def _end_release(self, release: ReleaseRecord) -> None:
