@@ -1,0 +1,1 @@
+"""The rescheduler: empties nodes that hold few long tasks, by checkpoint and migrate."""
