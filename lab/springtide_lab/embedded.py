@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from springtide_gateway.config import GatewayConfig
 from springtide_gateway.service import Gateway
 from springtide_lab.local import LocalCluster, LocalGroup
+from springtide_lab.local.defaults import default_groups
 from springtide_lab.recorder import Recorder, Recording
 from springtide_lab.stack import ClusterParts, Shared, StackConfig, seat_services
 from springtide_lab.supervisor import Supervisor
@@ -37,7 +36,6 @@ from springtide_shared.adapters.memory_state import InMemoryLeases
 from springtide_shared.adapters.sql_ledger import SqlLedger
 from springtide_shared.errors import PermanentError, Reason
 from springtide_shared.ports.clock import Ids
-from springtide_shared.units import GiB
 
 CLUSTER: Final = "local"
 DEFAULT_PORT: Final = 8470
@@ -73,29 +71,6 @@ class Embedded:
     cluster: LocalCluster
     recording: Recording
     supervisor: Supervisor
-
-
-def default_groups(cores: int, oversubscription: float) -> tuple[LocalGroup, ...]:
-    """Two kinds of node that together cover the machine, with prices like a cloud's."""
-    memory = psutil.virtual_memory().total
-    whole = max(1, int(cores * oversubscription))
-
-    def group(name: str, size: int, price: float) -> LocalGroup:
-        return LocalGroup(
-            name=name,
-            instance_type=f"local.{size}",
-            cpu_millis=size * 1000,
-            memory_bytes=max(GiB // 2, int(memory * 0.8 * size / whole)),
-            price_per_hour=price,
-            boot_seconds=1.0,
-            max_size=max(1, whole // size),
-        )
-
-    large = max(2, whole // 2)
-    if whole < 2:
-        return (group("small", 1, 0.05),)
-    # A core of the small one is an eighth dearer, as sizes are priced on the large clouds.
-    return (group("large", large, 0.04 * large), group("small", 1, 0.045))
 
 
 @asynccontextmanager

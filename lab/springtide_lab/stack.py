@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from springtide_rescheduler.service import Rescheduler
-
-from springtide_coordinator.config import CoordinatorConfig
+from springtide_coordinator.config import Config as CoordinatorConfig
 from springtide_coordinator.service import Coordinator
 from springtide_lab.supervisor import Supervisor
 from springtide_monitor.config import MonitorConfig
 from springtide_monitor.service import Monitor
 from springtide_rescheduler.config import ReschedulerConfig
+from springtide_rescheduler.service import Rescheduler
 from springtide_scaler.config import ScalerConfig
 from springtide_scaler.service import Scaler
 from springtide_shared.ports.bus import MessageBus

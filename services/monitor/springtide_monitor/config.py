@@ -23,6 +23,8 @@ class MonitorConfig:
     """Longest wait of an ended attempt's figures for company in one message."""
     watch_seconds: float = 30.0
     """Longest silence of the pod watch before it is read again anyway."""
+    watch_least_seconds: float = 1.0
+    """Least pause between two reads of changed pods."""
     lease_seconds: float = 15.0
     """Time to live of the monitor's lease."""
     summaries_per_message: int = 200

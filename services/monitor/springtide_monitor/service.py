@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -71,7 +72,7 @@ class Monitor(Service):
         """Watch, sample, publish."""
         config = self.config
         return [
-            self.timer("watch", 0.0, self._watch),
+            self.watcher("watch", self._await_change, self._watch),
             self.timer("sample", config.sample_seconds, self._sample, least=config.sample_seconds),
             self.timer("usage", config.usage_seconds, self._publish_usage),
             self.timer(
@@ -90,8 +91,11 @@ class Monitor(Service):
         await self._sink.aclose()
         await self._lease.release()
 
-    async def _watch(self) -> None:
+    async def _await_change(self) -> None:
+        await asyncio.sleep(self.config.watch_least_seconds)  # changes come in bursts
         await self._view.wait_for_change(self._version, self.config.watch_seconds)
+
+    async def _watch(self) -> None:
         changes = await self._view.pods_since(self._version)
         self._version = changes.version
         if changes.reset:

@@ -178,6 +178,37 @@ class Service:
 
         return name, loop
 
+    def watcher(
+        self,
+        name: str,
+        wait: Callable[[], Awaitable[None]],
+        action: Callable[[], Awaitable[None]],
+    ) -> tuple[str, Loop]:
+        """A loop that waits for news by `wait`, then runs `action`; a stop may cut the waiting.
+
+        `wait` must have a limit of its own. A transient fault of either is logged, and after a
+        growing pause the loop goes on.
+        """
+
+        async def loop() -> None:
+            me = self._me(name)
+            failures = 0
+            while not self._stopping:
+                me.idle = True
+                try:
+                    await wait()
+                    me.idle = False
+                    me.beat = self.clock.monotonic()
+                    await action()
+                    failures = 0
+                except TransientError as error:
+                    failures += 1
+                    me.idle = True
+                    self.log.warning("watch.failed", watch=name, error=str(error))
+                    await asyncio.sleep(backoff(failures, self.ids, most=30.0))
+
+        return name, loop
+
     # ------------------------------------------------------------ life
     async def serve(self, stop: asyncio.Event, *, drain: float = 10.0) -> None:
         """Run until `stop` is set (or a loop fails), then end within about `drain` seconds.
