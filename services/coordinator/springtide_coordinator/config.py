@@ -16,7 +16,7 @@ class Config:
     """Clusters to send demand to from the start; others join when their services are heard."""
     dispatch_seconds: float = 2.0
     """Longest pause between two dispatch rounds; also how late a retry's pause may end."""
-    dispatch_least_seconds: float = 0.2
+    dispatch_least_seconds: float = 0.05
     """Shortest pause: more tasks share a commit and a slice."""
     demand_seconds: float = 10.0
     """Period of the demand snapshots; they hold for three of it."""

@@ -65,8 +65,8 @@ ATTEMPTS_QUEUE: Final = "coordinator.attempts"
 NODES_QUEUE: Final = "coordinator.nodes"
 DEFAULT_TENANT: Final = "default"
 
-_COMMIT_TASKS: Final = 4_000
-"""Most tasks that one commit dispatches or cancels: the loop turns in between."""
+_COMMIT_TASKS: Final = 1_000
+"""About as many tasks change with one commit; then others get their turn."""
 _DEMAND_PERIODS: Final = 3
 _LOOKUPS: Final = 500
 """Most completion records looked up for one inventory; the others wait for the next."""
@@ -200,6 +200,10 @@ class Coordinator(Service):
         except TransientError as error:
             self.log.info("outbox.left", unsent=len(self._keeper.unsent), error=str(error))
 
+    def peek(self, job_id: str) -> Job | None:
+        """A job as the coordinator sees it now, for tests and figures; not to be changed."""
+        return self._keeper.book.jobs.get(job_id)
+
     # ------------------------------------------------------------ commits
     async def _commit(self, change: Change) -> None:
         """Make it durable; then wake what follows from it and tell whoever listens."""
@@ -328,20 +332,29 @@ class Coordinator(Service):
 
     # ------------------------------------------------------------ attempts
     async def _on_attempts(self, deliveries: Sequence[Delivery]) -> None:
-        async with self._keeper.change() as change:
-            for delivery in deliveries:
-                message = delivery.message
-                if isinstance(message, AttemptEvents):
-                    self._clusters.setdefault(message.cluster)
-                    await self._take_events(change, message.cluster, message.events)
-                elif isinstance(message, AttemptSummary):
-                    self._take_summaries(change, message, is_repeated=delivery.redelivered)
-                await asyncio.sleep(0)
-            self._dispatch_pinned(change)
-            await self._commit(change)
-        for delivery in deliveries:
-            await delivery.ack()
-        self._wake_dispatch()
+        """In portions, each one commit, so that others get their turn at the book in between."""
+        left = list(deliveries)
+        while left:
+            handled: list[Delivery] = []
+            size = 0
+            async with self._keeper.change() as change:
+                while left and size < _COMMIT_TASKS:
+                    delivery = left.pop(0)
+                    handled.append(delivery)
+                    message = delivery.message
+                    if isinstance(message, AttemptEvents):
+                        size += len(message.events)
+                        self._clusters.setdefault(message.cluster)
+                        await self._take_events(change, message.cluster, message.events)
+                    elif isinstance(message, AttemptSummary):
+                        size += len(message.summaries)
+                        self._take_summaries(change, message, is_repeated=delivery.redelivered)
+                    await asyncio.sleep(0)
+                self._dispatch_pinned(change)
+                await self._commit(change)
+            for delivery in handled:
+                await delivery.ack()
+            self._wake_dispatch()
 
     async def _take_events(
         self, change: Change, cluster: str, events: Sequence[AttemptEvent]
@@ -437,21 +450,20 @@ class Coordinator(Service):
 
     # ------------------------------------------------------------ dispatch
     async def _dispatch(self) -> None:
+        """Dispatch until nothing fits, one commit at a time; each plan sees who came meanwhile."""
         await self._drain_cancelled()
-        grants = self._plan()
-        while grants:
+        while grants := self._plan():
             async with self._keeper.change() as change:
                 room = _COMMIT_TASKS
-                while grants and room > 0:
-                    grant = grants.pop(0)
-                    if grant.count > room:
-                        rest = _resized(grant, grant.count - room)
-                        grants.insert(0, rest)
-                        grant = _resized(grant, room)
-                    room -= grant.count
-                    self._give(change, grant)
+                given = 0
+                for grant in grants:
+                    given += self._give(change, grant, room - given)
+                    if given >= room:
+                        break
                 await self._commit(change)
             self._wake_demand()
+            if not given:  # the book has moved on since the plan was made
+                return
             await asyncio.sleep(0)
 
     def _plan(self) -> list[Grant]:
@@ -514,12 +526,15 @@ class Coordinator(Service):
                 memory += places * shape.memory_bytes
         return cpu, memory
 
-    def _give(self, change: Change, grant: Grant) -> None:
-        """Turn a grant into slices. The book may have moved on since it was planned."""
+    def _give(self, change: Change, grant: Grant, most: int) -> int:
+        """Turn up to `most` tasks of a grant into slices; returns how many.
+
+        The book may have moved on since it was planned.
+        """
         job = self._keeper.book.jobs.get(grant.job_id)
         if job is None or job.state not in (JobState.ACCEPTED, JobState.RUNNING):
-            return
-        count = min(grant.count, job.parallel_room)
+            return 0
+        count = min(grant.count, job.parallel_room, most)
         groups, fresh = policy.pick_tasks(job, grant.level, count)
         now = self.clock.now()
         for attempt, indices in groups:
@@ -528,8 +543,10 @@ class Coordinator(Service):
         if fresh:
             indices = job.dispatch_fresh(fresh, cluster=grant.cluster, now=now)
             self._slice(change, job, indices, 1, grant.cluster, grant.level)
-        if groups or fresh:
+        given = fresh + sum(len(indices) for _, indices in groups)
+        if given:
             self._set_running(change, job)
+        return given
 
     def _dispatch_pinned(self, change: Change) -> None:
         """Migrated tasks go on at once, where their place is kept; it is theirs without credit."""
@@ -921,11 +938,6 @@ class Coordinator(Service):
             await self._commit(change)
         if self._keeper.unsent:
             self._wake_outbox()
-
-
-def _resized(grant: Grant, count: int) -> Grant:
-    """The same grant for another number of tasks."""
-    return Grant(job_id=grant.job_id, level=grant.level, cluster=grant.cluster, count=count)
 
 
 def _stale(error: BaseException) -> PermanentError:
