@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+import aio_pika
 from aio_pika.abc import AbstractChannel, AbstractExchange, AbstractIncomingMessage, ExchangeType
 from aio_pika.exceptions import (
     CONNECTION_EXCEPTIONS,
@@ -124,22 +125,35 @@ class _Core:
         message = wire.write(body, **fields)
         try:
             with translated("publishing"):
-                try:
-                    async with asyncio.timeout(self.settings.publish_limit):
-                        await self.publishing_channel()
-                        await self._exchanges[exchange].publish(message, key, mandatory=mandatory)
-                except PublishError as error:
-                    raise PermanentError(
-                        Reason.CLUSTER_UNREACHABLE, "no queue takes it", key=key
-                    ) from error
-                except DeliveryError as error:
-                    raise TransientError(
-                        Reason.BUS_UNAVAILABLE, "the broker refuses it: a queue is full", key=key
-                    ) from error
+                async with asyncio.timeout(self.settings.publish_limit):
+                    await self._confirmed(exchange, key, message, mandatory)
         except TransientError as error:
             self.trouble = error.detail
             raise
         self.trouble = ""
+
+    async def _confirmed(
+        self, exchange: str, key: str, message: aio_pika.Message, mandatory: bool
+    ) -> None:
+        for last_try in (mandatory, True):
+            await self.publishing_channel()
+            try:
+                await self._exchanges[exchange].publish(message, key, mandatory=mandatory)
+            except PublishError as error:
+                raise PermanentError(
+                    Reason.CLUSTER_UNREACHABLE, "no queue takes it", key=key
+                ) from error
+            except DeliveryError as error:
+                if mandatory:
+                    raise TransientError(
+                        Reason.BUS_UNAVAILABLE, "the broker refuses it: a queue is full", key=key
+                    ) from error
+                # A reader's private queue was going away while the broker routed to it. Once more
+                # for the other readers, who take a doubled one in their stride; then let it be.
+                if last_try:
+                    return
+            else:
+                return
 
     async def delay(self, queue: str, body: bytes, envelope: wire.Envelope) -> None:
         """Put a message where it waits for `envelope.wait` seconds before it is in `queue`."""
