@@ -213,7 +213,10 @@ class LocalCluster:
         for pod in list(self._pods.values()):
             self._kill(pod)
         try:
-            await self._tasks.__aexit__(kind, error, traceback)
+            if isinstance(error, asyncio.CancelledError):
+                await self._tasks.__aexit__(kind, error, traceback)
+            else:  # a fault of our user is not ours: it passes as it is
+                await self._tasks.__aexit__(None, None, None)
         finally:
             await asyncio.to_thread(_clear, self._root / "pods")
             if self._lock is not None:
