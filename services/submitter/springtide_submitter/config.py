@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +87,38 @@ class SubmitterConfig:
 
     def __post_init__(self) -> None:
         """Refuse combinations that cannot work."""
-        for item in fields(self):
+        for item in fields(SubmitterConfig):
             if getattr(self, item.name) <= 0:
                 raise ValueError(f"{item.name} is {getattr(self, item.name)}; give more than 0")
         if self.pace_least > self.pace_most:
             raise ValueError("pace_least is above pace_most; swap them")
         if self.credit_least_seconds > self.credit_seconds:
             raise ValueError("credit_least_seconds is above credit_seconds; swap them")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig(SubmitterConfig):
+    """Where a submitter that runs as a process of its own finds what it needs.
+
+    Read from a file and `SPRINGTIDE_SUBMITTER_<FIELD>` variables; the embedded stack hands adapters
+    over instead.
+    """
+
+    cluster: str = ""
+    """Name of the cluster, as jobs and the other services know it."""
+    cluster_url: str = ""
+    """Which cluster it is; the scheme picks the adapters."""
+    amqp_url: str = ""
+    state_dir: Path | None = None
+    """For cancels, migrations and the lease; kept across restarts."""
+    store_dir: Path | None = None
+    """The job object store (read only)."""
+    health_host: str = "127.0.0.1"
+    health_port: int = 0
+    """For `/healthz` and `/readyz`; 0 picks a free one, which the log names."""
+
+    def policy(self) -> SubmitterConfig:
+        """The settings of the service itself."""
+        return SubmitterConfig(
+            **{item.name: getattr(self, item.name) for item in fields(SubmitterConfig)}
+        )
