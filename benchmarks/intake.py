@@ -7,6 +7,7 @@ codec on, the ledger on SQLite with its usual durability.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import random
 import time
@@ -77,9 +78,12 @@ async def _stack(folder: Path) -> AsyncIterator[_Stack]:
         stop = asyncio.Event()
         serving = asyncio.create_task(coordinator.serve(stop), name="coordinator")
         await asyncio.sleep(0.2)
+        gc.collect()
+        gc.freeze()  # as the coordinator's own process does
         try:
             yield _Stack(InMemoryBus(broker, "alice"), ledger, clock, coordinator)
         finally:
+            gc.unfreeze()
             stop.set()
             await serving
 

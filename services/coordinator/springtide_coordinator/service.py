@@ -65,7 +65,7 @@ ATTEMPTS_QUEUE: Final = "coordinator.attempts"
 NODES_QUEUE: Final = "coordinator.nodes"
 DEFAULT_TENANT: Final = "default"
 
-_COMMIT_TASKS: Final = 1_000
+_COMMIT_TASKS: Final = 500
 """About as many tasks change with one commit; then others get their turn."""
 _DEMAND_PERIODS: Final = 3
 _LOOKUPS: Final = 500

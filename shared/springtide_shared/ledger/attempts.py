@@ -66,7 +66,7 @@ NO_EXIT: Final = -(2**31)
 """Stands for "no exit code": an order needs numbers."""
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True, order=True):
+class Facts(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """The furthest that one account tells. Ordered: stage, rank of the end, then the rest.
 
     The rest breaks ties between accounts that contradict each other, so that the greater of two is
@@ -85,14 +85,14 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, order=True):
     node: str = ""
 
 
-class Account(msgspec.Struct, frozen=True, array_like=True):
+class Account(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What is known of one pod of an attempt. `ran`: its program did run, however it ended."""
 
     facts: Facts
     ran: bool
 
 
-class Attempt(msgspec.Struct, frozen=True, array_like=True):
+class Attempt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """All that is known of one attempt: an account per pod uid, in their order.
 
     Pods of one name can follow one another: an unstarted one is deleted and made anew elsewhere.

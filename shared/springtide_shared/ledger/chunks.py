@@ -23,7 +23,7 @@ _DIGEST_BYTES: Final = 32
 _ZLIB_LEVEL: Final = 6
 
 
-class _Note(msgspec.Struct, frozen=True, array_like=True):
+class _Note(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a code cannot tell of one task."""
 
     offset: int

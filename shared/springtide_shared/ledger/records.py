@@ -57,8 +57,11 @@ _STATE: Final = {
 }
 
 
-class TaskRecord(msgspec.Struct, array_like=True):
+class TaskRecord(msgspec.Struct, array_like=True, gc=False):
     """A task that has been dispatched at least once. Mutable: there may be 100,000 of them.
+
+    `gc=False`, as in all that hangs on it: no cycle can form, and the collector would otherwise
+    walk through all of them again and again, which stops the loop for tenths of a second.
 
     Times in seconds since 1970.
     """
