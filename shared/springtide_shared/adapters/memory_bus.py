@@ -108,6 +108,7 @@ class _Queue:
     """A queue with its consumers; the first of them is the active one if only one may be."""
 
     __slots__ = (
+        "again",
         "consumers",
         "dead",
         "delivery_limit",
@@ -138,6 +139,9 @@ class _Queue:
         self.delivery_limit = delivery_limit
         self.max_length = max_length
         self.ready: deque[_Item] = deque()
+        self.again: deque[_Item] = deque()
+        """What consumers held when they ended. Given out singly: a consumer that ends with a whole
+        batch must not make each message of it look like the culprit."""
         self.later = 0
         """Items on a timer: retries and delays."""
         self.overtaken: list[_Item] = []
@@ -184,8 +188,8 @@ class _Queue:
             self.put(item)
 
     def give_back(self, items: Iterable[_Item]) -> None:
-        """What a consumer held when it ended: to the head, in the old order, or parked."""
-        for item in sorted(items, key=lambda one: one.seq, reverse=True):
+        """What a consumer held when it ended: to be tried again in the old order, or parked."""
+        for item in sorted(items, key=lambda one: one.seq):
             item.deaths += 1
             if not self.durable:
                 continue
@@ -196,7 +200,7 @@ class _Queue:
                     f"{item.deaths} consumers ended while they held it{item.note}",
                 )
             else:
-                self.ready.appendleft(item)
+                self.again.append(item)
 
     def park(self, item: _Item, reason: Reason, detail: str) -> None:
         self.dead.append(
@@ -213,13 +217,13 @@ class _Queue:
 
     def wake(self) -> None:
         """Let as many waiting consumers look as there are items, longest waiting first."""
-        left = len(self.ready)
+        left = len(self.ready) + len(self.again)
         kept: list[tuple[_MemoryInbox, asyncio.Future[None]]] = []
         for waiter in self.waiters:
             inbox, future = waiter
             if future.done():
                 continue
-            if left > 0 and inbox.room() > 0:
+            if left > 0 and inbox.can_take():
                 future.set_result(None)
                 left -= 1
             else:
@@ -313,13 +317,15 @@ class _MemoryDelivery:
 class _MemoryInbox:
     """The consuming end; takes from its queue when asked, so nothing is buffered twice."""
 
-    __slots__ = ("_broker", "closed", "held", "queue", "subscription")
+    __slots__ = ("_alone", "_broker", "closed", "held", "queue", "subscription")
 
     def __init__(self, broker: MemoryBroker, queue: _Queue, subscription: Subscription) -> None:
         self._broker = broker
         self.queue = queue
         self.subscription = subscription
         self.held: dict[int, _Item] = {}
+        self._alone = 0
+        """Sequence number of the one it holds from those to be tried again; 0: none."""
         self.closed = False
 
     def room(self) -> int:
@@ -328,10 +334,17 @@ class _MemoryInbox:
             return 0
         return self.subscription.prefetch - len(self.held)
 
+    def can_take(self) -> bool:
+        """Whether there is something for this consumer."""
+        queue = self.queue
+        return bool(queue.ready or (queue.again and not self._alone)) and self.room() > 0
+
     def settle(self, item: _Item) -> bool:
         if self.held.pop(item.seq, None) is None:
             return False
-        if self.queue.ready and self.queue.waiters:
+        if item.seq == self._alone:
+            self._alone = 0
+        if self.queue.waiters:
             self.queue.wake()
         return True
 
@@ -358,7 +371,7 @@ class _MemoryInbox:
                     timer.cancel()
             self.queue.forget(waiter)
             taken = self._take(limit)
-            if self.queue.ready and self.queue.waiters:
+            if self.queue.waiters:
                 self.queue.wake()
             if taken or (deadline is not None and loop.time() >= deadline):
                 return taken
@@ -368,11 +381,12 @@ class _MemoryInbox:
             raise TransientError(
                 Reason.BUS_UNAVAILABLE, "the consumer was closed", queue=self.queue.name
             )
-        ready = self.queue.ready
+        queue = self.queue
         taken: list[Delivery] = []
         raw = self.subscription.raw
-        while ready and len(taken) < limit and self.room() > 0:
-            item = ready.popleft()
+        while len(taken) < limit and self.can_take():
+            again = bool(queue.again) and not self._alone
+            item = queue.again.popleft() if again else queue.ready.popleft()
             try:
                 cls = expected_type(item.type_name, self.subscription)
                 message = item.message
@@ -382,6 +396,8 @@ class _MemoryInbox:
                 self._undecodable(item, error)
                 continue
             self.held[item.seq] = item
+            if again:
+                self._alone = item.seq
             self._broker.delivered[cls.topic] += 1
             taken.append(_MemoryDelivery(self, item, cls, None if raw else message))
         return taken
@@ -538,7 +554,7 @@ class MemoryBroker:
         inbox.held.clear()
         if not queue.durable:
             self._delete(queue)
-        elif queue.ready:
+        else:
             queue.wake()
 
     def route(self, name: str, cluster: str) -> tuple[_Queue, ...]:
@@ -634,7 +650,13 @@ class MemoryBroker:
     def depth(self, queue: str) -> int:
         """Messages of a queue that are not settled: waiting, on a timer, or held by consumers."""
         found = self._queues[queue]
-        return len(found.ready) + found.later + len(found.overtaken) + found.unsettled()
+        return (
+            len(found.ready)
+            + len(found.again)
+            + found.later
+            + len(found.overtaken)
+            + found.unsettled()
+        )
 
     def assert_nothing_left(self, *, parked: bool = False) -> None:
         """Every message in a durable queue has been settled, and (unless `parked`) none parked.

@@ -538,6 +538,33 @@ async def a_message_that_ends_its_consumers_is_parked(harness: BusHarness) -> No
 
 
 @case
+async def a_batch_does_not_share_the_fate_of_its_culprit(harness: BusHarness) -> None:
+    """B16 for consumers that take batches: the innocent ones are never parked."""
+    handled: set[str] = set()
+    poison_tries = 0
+    async with harness.bus.subscribe(commands(prefetch=50)):
+        pass
+    for number in range(20):
+        name = "poison" if number == 7 else f"good-{number}"
+        await harness.bus.publish(cancel(number), cluster="c1", message_id=name)
+    for _ in range(12):
+        async with harness.other() as mortal, mortal.subscribe(commands(prefetch=50)) as inbox:
+            while deliveries := await inbox.receive(50, 1.0):
+                if any(delivery.message_id == "poison" for delivery in deliveries):
+                    poison_tries += 1
+                    break  # the whole batch is lost with the process
+                for delivery in deliveries:
+                    handled.add(delivery.message_id)
+                    await delivery.ack()
+            else:
+                break
+    assert poison_tries <= 3
+    assert handled == {f"good-{number}" for number in range(20) if number != 7}
+    parked = await harness.bus.dead_letters("q.slice.cancel")
+    assert [(one.message_id, one.reason) for one in parked] == [("poison", "poison")]
+
+
+@case
 async def a_dead_letter_keeps_its_story(harness: BusHarness) -> None:
     async with harness.bus.subscribe(commands()) as inbox:
         await harness.bus.publish(cancel(1), cluster="c1", message_id="id-1")
