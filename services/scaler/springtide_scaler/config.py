@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from springtide_scaler.policy import Rules
 
@@ -47,8 +48,13 @@ class ScalerConfig:
         for name in ("round_seconds", "publish_seconds", "backoff_seconds", "lease_ttl"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0")
-        if self.worth_factor < 0 or self.max_launch_per_round < 1 or self.max_release_per_round < 1:
-            raise ValueError("worth_factor must be at least 0, the limits per round at least 1")
+        for name, least in (
+            ("worth_factor", 0),
+            ("max_launch_per_round", 1),
+            ("max_release_per_round", 1),
+        ):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} must be at least {least}")
 
     @property
     def rules(self) -> Rules:
@@ -65,4 +71,30 @@ class ScalerConfig:
             orphan_seconds=self.orphan_seconds,
             backoff_seconds=self.backoff_seconds,
             max_backoff_seconds=self.max_backoff_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig(ScalerConfig):
+    """Where a scaler that runs as a process of its own finds what it needs.
+
+    Read from a file and `SPRINGTIDE_SCALER_<FIELD>` variables; the embedded stack hands adapters
+    over instead.
+    """
+
+    cluster: str = ""
+    """Name of the cluster, as jobs and the other services know it."""
+    cluster_url: str = ""
+    """Which cluster and cloud it is; the scheme picks the adapters."""
+    amqp_url: str = ""
+    state_dir: Path | None = None
+    """For releases and vacates under way and for the lease; kept across restarts."""
+    health_host: str = "127.0.0.1"
+    health_port: int = 0
+    """For `/healthz` and `/readyz`; 0 picks a free one, which the log names."""
+
+    def policy(self) -> ScalerConfig:
+        """The settings of the service itself."""
+        return ScalerConfig(
+            **{item.name: getattr(self, item.name) for item in fields(ScalerConfig)}
         )
