@@ -15,7 +15,7 @@ import msgspec
 import structlog
 from litestar import Litestar, MediaType, Request, Response, get, post
 from litestar.connection import ASGIConnection
-from litestar.di import Provide
+from litestar.datastructures import State
 from litestar.enums import ScopeType
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.middleware import (
@@ -23,10 +23,16 @@ from litestar.middleware import (
     AuthenticationResult,
     DefineMiddleware,
 )
-from litestar.openapi import OpenAPIConfig
+from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin, YamlRenderPlugin
-from litestar.openapi.spec import Components, SecurityScheme
-from litestar.params import Parameter
+from litestar.openapi.spec import (
+    Components,
+    OpenAPIMediaType,
+    Operation,
+    RequestBody,
+    SecurityScheme,
+)
+from litestar.params import FromPath, FromQuery, PathParameter, QueryParameter
 from litestar.response import Stream
 from litestar.types import ASGIApp, Receive, Scope, Send
 
@@ -61,7 +67,7 @@ from springtide_shared.httpapi import (
 from springtide_shared.ledger.reading import job_view, job_views, task_views
 from springtide_shared.ledger.views import JobView, TaskState, TaskView
 from springtide_shared.messages.base import MAX_BODY_BYTES
-from springtide_shared.messages.job import JobCancel, parse_job
+from springtide_shared.messages.job import JobCancel, JobSubmit, parse_job
 from springtide_shared.messages.records import CompletionRecord, log_key, record_key
 from springtide_shared.ports.clock import Clock, Ids
 from springtide_shared.ports.ledger import Ledger
@@ -74,6 +80,8 @@ _DISCARD_BYTES: Final = 64 * 1024 * 1024
 _JOB_ID: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$", re.ASCII)
 _STREAM_OPT: Final = {"is_stream": True}
 _RECORDS_AT_ONCE: Final = 8
+_SHOWN_NAMES: Final = {"states": "state"}
+"""Parameters whose name in the code is not the one in the query (`state` is the framework's)."""
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(service="gateway")
 
@@ -147,17 +155,75 @@ def _no_such_job() -> NotFoundError:
 
 
 JobRequest = Request[str, str, Any]
-IndexPath = Annotated[int, Parameter(ge=0, description="Index of the task in the array.")]
-LimitQuery = Annotated[int, Parameter(ge=1, le=MAX_PAGE, description="Most entries of a page.")]
-FirstQuery = Annotated[int, Parameter(ge=0, description="Lowest task index of the page.")]
+
+
+def parts_of(request: Request[Any, Any, Any]) -> Parts:
+    """What the routes work with."""
+    parts: Parts = request.app.state["parts"]
+    return parts
+
+
+IndexPath = Annotated[int, PathParameter(ge=0, description="Index of the task in the array.")]
+LimitQuery = Annotated[
+    int, QueryParameter(ge=1, le=MAX_PAGE, description="Most entries of a page.")
+]
+FirstQuery = Annotated[int, QueryParameter(ge=0, description="Lowest task index of the page.")]
 
 
 # ---------------------------------------------------------------- jobs
 
 
-@post(f"{PREFIX}/jobs", request_max_body_size=None, responses=None)
-async def submit_job(parts: Parts, request: JobRequest) -> Response[Submitted | Problem]:
+def _inlined(schema: Any, parts: Any) -> Any:
+    """The schema with its references written out: the framework knows no foreign components."""
+    if isinstance(schema, dict):
+        if isinstance(name := schema.get("$ref"), str):
+            return _inlined(parts[name.rpartition("/")[2]], parts)
+        return {key: _inlined(value, parts) for key, value in schema.items()}
+    return [_inlined(one, parts) for one in schema] if isinstance(schema, list) else schema
+
+
+def _told(description: str) -> ResponseSpec:
+    return ResponseSpec(data_container=Problem, description=description, generate_examples=False)
+
+
+_REFUSALS: Final = {
+    200: ResponseSpec(
+        data_container=Submitted,
+        description="It was there already, with this content.",
+        generate_examples=False,
+    ),
+    400: _told("No JSON, or a field is missing or of the wrong type."),
+    409: _told("The id is taken by a different job, or was cancelled before it came."),
+    413: _told("The body is larger than 1 MiB."),
+    422: _told("A value is refused, or a field is not supported yet."),
+    503: _told("No answer from the coordinator; the same again is harmless."),
+}
+
+
+@dataclass
+class SubmitOperation(Operation):
+    """Describes the body, which is read by hand so that faults name the field and the remedy."""
+
+    def __post_init__(self) -> None:
+        (schema,), parts = msgspec.json.schema_components(
+            [JobSubmit], ref_template="#/components/schemas/{name}"
+        )
+        self.request_body = RequestBody(
+            description="The job, the same as the body of a `job.submit` message.",
+            required=True,
+            content={"application/json": OpenAPIMediaType(schema=_inlined(schema, parts))},
+        )
+
+
+@post(
+    f"{PREFIX}/jobs",
+    request_max_body_size=None,
+    responses=_REFUSALS,
+    operation_class=SubmitOperation,
+)
+async def submit_job(request: JobRequest) -> Response[Submitted | Problem]:
     """Submit a job (body: `job.submit`). 201: taken; 200: it was there already, the same."""
+    parts = parts_of(request)
     body = await _read_body(request)
     job, _spec = parse_job(body)
     before = await job_view(parts.ledger, job.id)
@@ -175,9 +241,10 @@ async def submit_job(parts: Parts, request: JobRequest) -> Response[Submitted | 
 
 @get(f"{PREFIX}/jobs")
 async def list_jobs(
-    parts: Parts, request: JobRequest, limit: LimitQuery = 100, after: str = ""
+    request: JobRequest, limit: LimitQuery = 100, after: FromQuery[str] = ""
 ) -> JobPage:
     """Your jobs in id order."""
+    parts = parts_of(request)
     views = await job_views(parts.ledger, tenant=request.user, limit=limit, after=after)
     return JobPage(
         jobs=[policy.job_info(view) for view in views],
@@ -186,16 +253,18 @@ async def list_jobs(
 
 
 @get(f"{PREFIX}/jobs/{{job_id:str}}")
-async def show_job(parts: Parts, request: JobRequest, job_id: str, spec: bool = False) -> JobInfo:
+async def show_job(
+    request: JobRequest, job_id: FromPath[str], spec: FromQuery[bool] = False
+) -> JobInfo:
     """One job; `spec=true` shows what it runs, too."""
+    parts = parts_of(request)
     return policy.job_info(await parts.job_of(job_id, request.user), with_spec=spec)
 
 
 @post(f"{PREFIX}/jobs/{{job_id:str}}/cancel", status_code=202)
-async def cancel_job(
-    parts: Parts, request: JobRequest, job_id: str
-) -> Response[Cancelling | Problem]:
+async def cancel_job(request: JobRequest, job_id: FromPath[str]) -> Response[Cancelling | Problem]:
     """Cancel a job. One that is unknown is cancelled should it still arrive (and 404 meanwhile)."""
+    parts = parts_of(request)
     if not _JOB_ID.fullmatch(job_id):
         raise _no_such_job()
     view = await job_view(parts.ledger, job_id)
@@ -211,8 +280,9 @@ async def cancel_job(
 
 
 @get(f"{PREFIX}/jobs/{{job_id:str}}/events", opt=_STREAM_OPT, media_type="text/event-stream")
-async def follow_job(parts: Parts, request: JobRequest, job_id: str) -> ASGIApp:
+async def follow_job(request: JobRequest, job_id: FromPath[str]) -> ASGIApp:
     """Server-sent events: `progress` with the state now and at each change, `end` at the last."""
+    parts = parts_of(request)
     tenant = request.user
 
     async def read() -> JobProgress | None:
@@ -239,14 +309,14 @@ async def follow_job(parts: Parts, request: JobRequest, job_id: str) -> ASGIApp:
 
 @get(f"{PREFIX}/jobs/{{job_id:str}}/tasks")
 async def list_tasks(
-    parts: Parts,
     request: JobRequest,
-    job_id: str,
+    job_id: FromPath[str],
     first: FirstQuery = 0,
     limit: LimitQuery = 100,
-    states: Annotated[list[TaskState] | None, Parameter(query="state")] = None,
+    states: Annotated[list[TaskState] | None, QueryParameter(name="state")] = None,
 ) -> TaskPage:
     """Tasks in index order; `state` (may be repeated) picks some."""
+    parts = parts_of(request)
     job = await parts.job_of(job_id, request.user)
     views = await task_views(parts.ledger, job_id, first=first, limit=limit, states=states or None)
     return TaskPage(tasks=views, next=policy.next_index(views, limit, job.spec.size))
@@ -254,13 +324,13 @@ async def list_tasks(
 
 @get(f"{PREFIX}/jobs/{{job_id:str}}/results")
 async def list_results(
-    parts: Parts,
     request: JobRequest,
-    job_id: str,
+    job_id: FromPath[str],
     first: FirstQuery = 0,
     limit: LimitQuery = 100,
 ) -> ResultPage:
     """Results of the succeeded tasks in index order: exit codes and outputs."""
+    parts = parts_of(request)
     job = await parts.job_of(job_id, request.user)
     views = await task_views(
         parts.ledger, job_id, first=first, limit=limit, states=[TaskState.SUCCEEDED]
@@ -290,15 +360,15 @@ async def _result(parts: Parts, job_id: str, task: TaskView) -> TaskResult:
 
 @get(f"{PREFIX}/jobs/{{job_id:str}}/tasks/{{index:int}}/logs", opt=_STREAM_OPT)
 async def show_logs(
-    parts: Parts,
     request: JobRequest,
-    job_id: str,
+    job_id: FromPath[str],
     index: IndexPath,
-    stream: Annotated[str, Parameter(pattern="^(stdout|stderr)$")] = "stdout",
-    attempt: Annotated[int | None, Parameter(ge=1, le=65_535)] = None,
-    tail_bytes: Annotated[int | None, Parameter(ge=1)] = None,
+    stream: Annotated[str, QueryParameter(pattern="^(stdout|stderr)$")] = "stdout",
+    attempt: Annotated[int | None, QueryParameter(ge=1, le=65_535)] = None,
+    tail_bytes: Annotated[int | None, QueryParameter(ge=1)] = None,
 ) -> Stream:
     """A log stream of a task: of the attempt that succeeded, else the newest, else `attempt`."""
+    parts = parts_of(request)
     async with asyncio.timeout(parts.config.request_limit_seconds):
         job = await parts.job_of(job_id, request.user)
         task = await parts.task_of(job, index)
@@ -315,7 +385,7 @@ async def show_logs(
     start = max(0, found.size - tail_bytes) if tail_bytes else 0
     return Stream(
         read_object(parts.store, key, start, found.size, parts.config.store_limit_seconds),
-        media_type="text/plain; charset=utf-8",
+        media_type="text/plain",
         headers={
             "content-length": str(found.size - start),
             "x-springtide-attempt": str(shown),
@@ -326,9 +396,10 @@ async def show_logs(
 
 @get(f"{PREFIX}/jobs/{{job_id:str}}/tasks/{{index:int}}/outputs/{{path:path}}", opt=_STREAM_OPT)
 async def download_output(
-    parts: Parts, request: JobRequest, job_id: str, index: IndexPath, path: str
+    request: JobRequest, job_id: FromPath[str], index: IndexPath, path: FromPath[str]
 ) -> Stream:
     """A declared output of a succeeded task. Only what its completion record names is served."""
+    parts = parts_of(request)
     async with asyncio.timeout(parts.config.request_limit_seconds):
         job = await parts.job_of(job_id, request.user)
         task = await parts.task_of(job, index)
@@ -357,8 +428,9 @@ async def download_output(
 
 
 @get(f"{PREFIX}/capacity")
-async def show_capacity(parts: Parts) -> CapacityInfo:
+async def show_capacity(request: JobRequest) -> CapacityInfo:
     """Clusters, their node groups, nodes and free places, as last heard."""
+    parts = parts_of(request)
     return parts.board.shown(parts.clock.now())
 
 
@@ -375,8 +447,9 @@ async def healthz() -> dict[str, bool]:
 
 
 @get("/readyz", exclude_from_auth=True)
-async def readyz(parts: Parts) -> Response[dict[str, Any]]:
+async def readyz(request: JobRequest) -> Response[dict[str, Any]]:
     """200 if submits can be answered, else 503 with the reasons."""
+    parts = parts_of(request)
     health = parts.health()
     return Response(
         {"ready": health.is_ready, "reasons": list(health.reasons)},
@@ -491,7 +564,7 @@ def _on_http(_request: Request[Any, Any, Any], error: Exception) -> Response[Pro
             Problem(
                 reason=Reason.MALFORMED.value,
                 detail=str(first.get("message", "a parameter is wrong")),
-                field=str(first.get("key", "")),
+                field=_SHOWN_NAMES.get(key := str(first.get("key", "")), key),
                 remedy="see /schema for this parameter",
             ),
             400,
@@ -507,8 +580,7 @@ def _on_http(_request: Request[Any, Any, Any], error: Exception) -> Response[Pro
 
 def _on_unknown(request: Request[Any, Any, Any], error: Exception) -> Response[Problem]:
     """A fault of our own: the log has it under a number, the caller gets the number."""
-    parts: Parts = request.app.state["parts"]
-    incident = parts.ids.new()
+    incident = parts_of(request).ids.new()
     _log.error(
         "request.broken",
         path=request.url.path,
@@ -527,8 +599,6 @@ def _on_unknown(request: Request[Any, Any, Any], error: Exception) -> Response[P
 
 def build_app(parts: Parts) -> Litestar:
     """The application over these parts."""
-    from litestar.datastructures import State
-
     return Litestar(
         route_handlers=[
             submit_job,
@@ -545,7 +615,6 @@ def build_app(parts: Parts) -> Litestar:
             healthz,
             readyz,
         ],
-        dependencies={"parts": Provide(lambda: parts, sync_to_thread=False)},
         middleware=[
             DefineMiddleware(RequestLimit, seconds=parts.config.request_limit_seconds),
             DefineMiddleware(TokenAuthentication, exclude="^/schema"),
