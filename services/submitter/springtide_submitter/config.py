@@ -28,12 +28,9 @@ class SubmitterConfig:
     """Shortest time between two credits."""
     inventory_seconds: float = 20.0
     """Time between two inventories."""
-    linger_seconds: float = 30.0
-    """An ended attempt stays in the inventory this long after its end was confirmed, so that no
-    inventory overtakes the news of the end."""
     snapshot_periods: float = 3.0
     """A snapshot is valid for this many of its periods."""
-    events_least_seconds: float = 0.1
+    events_least_seconds: float = 0.2
     """Transitions are gathered this long before they are published."""
     events_most: int = 200
     """Transitions in one message."""

@@ -106,7 +106,6 @@ class Core:
         self._released: dict[str, None] = {}
         self._refused: dict[AttemptKey, float] = {}
         self._foreign: dict[str, PodView] = {}
-        self._recent: deque[tuple[float, LiveAttempt]] = deque()
         self._binds = Rate()
 
     # ================================================================ slices
@@ -168,14 +167,14 @@ class Core:
             self.settled.append(ticket)
         return ticket
 
-    def acked(self, ticket: Ticket, now: float) -> None:
+    def acked(self, ticket: Ticket) -> None:
         """The slice is settled with the broker."""
         if ticket.is_acked:
             return
         ticket.is_acked = True
         self.sequences.settle(ticket.epoch, ticket.seq)
         for attempt in ticket.ended:
-            self._release(attempt, now)
+            self._release(attempt)
         ticket.ended.clear()
 
     def _refusable(self, key: AttemptKey, run: SliceRun, now: float) -> Attempt | None:
@@ -813,7 +812,7 @@ class Core:
             # The task ended by itself, or the migrated one did not get as far as running.
             self.close_saga(saga)
 
-    def confirmed(self, events: Iterable[AttemptEvent], now: float) -> None:
+    def confirmed(self, events: Iterable[AttemptEvent]) -> None:
         """The bus has taken responsibility for these transitions."""
         for event in events:
             if event.state is not AttemptState.ENDED:
@@ -823,9 +822,9 @@ class Core:
                 continue
             attempt.is_confirmed = True
             self._leave_ticket(attempt)
-            self._release(attempt, now)
+            self._release(attempt)
 
-    def _release(self, attempt: Attempt, now: float) -> None:
+    def _release(self, attempt: Attempt) -> None:
         """Forget an ended attempt and remove its pod: confirmed and its slice acked, not before."""
         ticket = attempt.ticket
         if not attempt.is_confirmed or self.attempts.get(attempt.key) is not attempt:
@@ -840,8 +839,6 @@ class Core:
             )
         del self.attempts[attempt.key]
         self._counts[Stage.ENDED] -= 1
-        attempt.node = ""
-        self._recent.append((now + self.config.linger_seconds, self._line(attempt)))
 
     def _note_released(self, uid: str) -> None:
         self._released[uid] = None
@@ -993,8 +990,6 @@ class Core:
             if now < until:
                 break
             del self._refused[key]
-        while self._recent and now >= self._recent[0][0]:
-            self._recent.popleft()
         self.place(now)
 
     def _saga_expired(self, saga: Saga) -> None:
@@ -1032,10 +1027,8 @@ class Core:
         ]
 
     def inventory(self) -> list[LiveAttempt]:
-        """Every live attempt, and those whose end was told just now."""
-        lines = [self._line(one) for one in self.attempts.values()]
-        lines += [line for _, line in self._recent]
-        return lines
+        """Every attempt whose end has not been said and confirmed."""
+        return [self._line(one) for one in self.attempts.values() if not one.is_confirmed]
 
     def _line(self, attempt: Attempt) -> LiveAttempt:
         line = attempt.shown

@@ -63,8 +63,9 @@ _PER_PART = 500
 """Entries in one part of a snapshot; a part of 500 attempts has about 150 KiB."""
 _ANSWERS_MOST = 4_096
 """Answers to `migrate` that are remembered for doubled commands."""
-_IDLE_SECONDS = 60.0
-"""Between looks of loops that are woken whenever there is something for them."""
+_IDLE_SECONDS = 15.0
+"""Between looks of loops that are woken whenever there is something for them; also the longest
+pause after repeated failures."""
 
 
 class Submitter(Service):
@@ -254,7 +255,7 @@ class Submitter(Service):
                 except TransientError as error:
                     # The connection is gone, so the slice comes again; it is known by then.
                     self.log.warning("ack.failed", error=str(error), slice_seq=ticket.seq)
-            core.acked(ticket, self.clock.now())
+            core.acked(ticket)
         if core.events:
             self._wake_events()
         if core.news or core.closed_sagas:
@@ -471,7 +472,7 @@ class Submitter(Service):
     def _confirm(self, batch: Sequence[AttemptEvent]) -> None:
         for _ in batch:
             self.core.events.popleft()
-        self.core.confirmed(batch, self.clock.now())
+        self.core.confirmed(batch)
 
     async def _publish(self, message: Message) -> None:
         """Publish a fact. That nobody has declared a queue for it yet passes, like an outage."""

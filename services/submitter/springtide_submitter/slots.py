@@ -63,21 +63,26 @@ class SlotBook:
     def replace(self, slots: Iterable[Slot]) -> list[str]:
         """Take a whole plan; returns the slots in use that take no new pod any more."""
         planned = {slot.slot: slot for slot in slots}
+        changed: dict[str, Slot | None] = {}
         for name, entry in self._entries.items():
-            if name not in planned:
+            if name not in planned and entry.plan is not None:
+                changed[name] = entry.plan
                 entry.plan = None
         for name, slot in planned.items():
-            self._entries.setdefault(name, _Entry()).plan = slot
+            entry = self._entries.setdefault(name, _Entry())
+            if entry.plan != slot:
+                changed[name] = entry.plan
+                entry.plan = slot
         self._slot_of_node = {slot.node: name for name, slot in planned.items() if slot.node}
         self.shapes = tuple(sorted({key for slot in planned.values() for key in slot.places}))
+        for name, before in changed.items():
+            for shape in before.places if before is not None else ():
+                self._unindex(name, shape)
+            self._index(name)
         closed = [name for name in self._entries if not self.is_open(name)]
         for name in closed:
             if self._entries[name].plan is None and self._entries[name].is_empty:
                 del self._entries[name]
-        self._ready.clear()
-        self._launching.clear()
-        for name in self._entries:
-            self._index(name)
         return [name for name in closed if name in self._entries]
 
     def is_open(self, slot: str) -> bool:
@@ -162,16 +167,21 @@ class SlotBook:
         self._index(slot)
 
     def _index(self, slot: str) -> None:
+        """Note the slot's free places where `take` and `free` look."""
         entry = self._entries.get(slot)
-        free = entry.free() if entry is not None else {}
-        is_ready = (
-            entry is not None and entry.plan is not None and entry.plan.state is SlotState.READY
-        )
-        shapes = entry.plan.places if entry is not None and entry.plan is not None else ()
-        for shape in shapes:
+        if entry is None or entry.plan is None:
+            return
+        free = entry.free()
+        index = self._ready if entry.plan.state is SlotState.READY else self._launching
+        for shape in entry.plan.places:
             count = free.get(shape, 0)
-            for index, is_mine in ((self._ready, is_ready), (self._launching, not is_ready)):
-                if count and is_mine:
-                    index.setdefault(shape, {})[slot] = count
-                elif (of_shape := index.get(shape)) is not None:
-                    of_shape.pop(slot, None)
+            if count:
+                index.setdefault(shape, {})[slot] = count
+            else:
+                self._unindex(slot, shape)
+
+    def _unindex(self, slot: str, shape: str) -> None:
+        for index in (self._ready, self._launching):
+            of_shape = index.get(shape)
+            if of_shape is not None and of_shape.pop(slot, None) is not None and not of_shape:
+                del index[shape]
