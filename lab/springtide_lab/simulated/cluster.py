@@ -58,6 +58,7 @@ from springtide_shared.ports.cluster import (
 )
 from springtide_shared.ports.metrics import PodReading
 from springtide_shared.ports.store import ObjectStore
+from springtide_shared.testing.virtual import RESOLUTION
 from springtide_shared.units import Resources
 
 _GONE_KEPT: Final = 20_000
@@ -188,7 +189,7 @@ class SimulatedCluster:
                 continue
             due = self._heap[0][0]
             now = self._clock.monotonic()
-            if due > now:
+            if due > now + RESOLUTION:
                 self._alarm.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(due - now):
@@ -231,6 +232,7 @@ class SimulatedCluster:
         if machine.lost:
             return
         machine.lost = True
+        self._sizes[machine.group.name] -= 1  # the cloud took it back and sends no other
         self.machine_seconds += self._clock.now() - machine.launched_at
         machine.ready_at = None
         for pod in list(machine.pods.values()):

@@ -49,6 +49,8 @@ class Chaos:
     crash_every_seconds: float | None = None
     """Mean time between two crashes of some service."""
     crash_pause_seconds: float = 5.0
+    crash_only: Sequence[str] = ()
+    """Seats that crash; empty: any."""
     lose_node_every_seconds: float | None = None
     api_outage_every_seconds: float | None = None
     api_outage_seconds: float = 60.0
@@ -150,9 +152,14 @@ async def simulate(
     *,
     ledger: Ledger | None = None,
     on_start: Callable[[Mapping[str, SimulatedCluster]], None] | None = None,
-    keep_trace: bool = False,
+    trace: list[str] | None = None,
 ) -> RunResult:
     """Run `spec` on the running virtual loop until all jobs are final and all machines gone.
+
+    Args:
+        ledger: another ledger than the one in memory.
+        on_start: called with the clusters, to plan faults of a test's own.
+        trace: gets every published message as text, also of a run that fails.
 
     Raises:
         TimeoutError: a job is not final by `limit_seconds`, or a machine is left after
@@ -162,7 +169,7 @@ async def simulate(
     clock = VirtualClock(loop)
     faults = (spec.chaos.messages,) if spec.chaos.messages is not None else ()
     broker = TracingBroker(clock, codec=spec.codec, faults=faults)
-    broker.trace = [] if keep_trace else None
+    broker.trace = trace
     store = InMemoryStore()
     book: Ledger = InMemoryLedger() if ledger is None else ledger
     lives: Counter[str] = Counter()
@@ -341,7 +348,8 @@ def _chaos(
         store.faults.outage(now, now + chaos.store_outage_seconds)
 
     def crash() -> object:
-        return supervisor.crash(dice.choice(list(supervisor.seats)), chaos.crash_pause_seconds)
+        name = dice.choice(list(chaos.crash_only) or list(supervisor.seats))
+        return supervisor.crash(name, chaos.crash_pause_seconds)
 
     for mean, strike in (
         (chaos.crash_every_seconds, crash),

@@ -20,6 +20,13 @@ EPOCH: Final = 1_790_000_000.0
 """What `VirtualClock.now()` says at loop time 0 (September 2026)."""
 
 
+RESOLUTION: Final = 1e-9
+"""Smallest step of virtual time, in seconds."""
+
+MAX_TURNS: Final = 200_000
+"""Turns of the loop at one moment; a busy moment of 100,000 tasks needs a few thousand."""
+
+
 class VirtualTimeError(Exception):
     """The run broke a rule of virtual time; the text names the place."""
 
@@ -43,6 +50,8 @@ class _VirtualSelector(selectors.DefaultSelector):
     loop: VirtualLoop
 
     def select(self, timeout: float | None = None) -> Any:
+        if timeout == 0:
+            self.loop.count_turn()
         if self.loop.real_operations:
             return super().select(0.05 if timeout is None or timeout > 0 else 0)
         if timeout is None:
@@ -60,12 +69,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, limit: float = 400 * 86400.0) -> None:
         self._now = 0.0
         self._limit = limit
+        self._turns = 0
         self.real_operations = 0
         self._tasks_made = 0
         selector = _VirtualSelector()
         selector.loop = self
         super().__init__(selector)
-        self._clock_resolution = 1e-9
+        self._clock_resolution = RESOLUTION
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
         self.failures: list[str] = []
         self.set_exception_handler(self._on_exception)
@@ -74,9 +84,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since the loop began."""
         return self._now
 
+    def count_turn(self) -> None:
+        """One turn of the loop in which no time passed; too many in a row are a livelock."""
+        self._turns += 1
+        if self._turns > MAX_TURNS:
+            self._turns = 0
+            raise VirtualTimeError(
+                f"{MAX_TURNS} turns of the loop at {self._now:.3f} s and no time passes; tasks:\n"
+                + self.story()
+            )
+
     def advance(self, seconds: float) -> None:
         """Let time pass; only the selector calls this."""
-        self._now += seconds
+        if seconds > RESOLUTION:
+            self._turns = 0
+        # A step below the float's own resolution would leave the clock where it is, for ever.
+        self._now += max(seconds, RESOLUTION)
         if self._now > self._limit:
             raise VirtualTimeError(
                 f"{self._limit:.0f} virtual seconds have passed; waiting:\n{self.story()}"
