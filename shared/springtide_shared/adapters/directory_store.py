@@ -219,18 +219,21 @@ class DirectoryStore:
             else:
                 break
         if self._sync:
-            sync_folder(target.parent)
+            with suppress(FileNotFoundError):  # deleted already, with its folder
+                sync_folder(target.parent)
 
     def _make_folders(self, key: str, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if self._sync:
+                for made in folder.parents:
+                    sync_folder(made)
+                    if made == self._objects:
+                        break
         except (FileExistsError, NotADirectoryError):
             raise path_conflict(key, self._object_above(folder / "x")) from None
-        if self._sync:
-            for made in folder.parents:
-                sync_folder(made)
-                if made == self._objects:
-                    break
+        except FileNotFoundError:
+            pass  # a delete took a folder away in between: the caller tries again
 
     def _object_above(self, target: Path) -> str:
         for folder in target.parents:

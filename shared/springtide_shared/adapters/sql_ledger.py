@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, TypeVar
 
 from sqlalchemy import URL, bindparam, delete, event, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -39,6 +40,8 @@ from springtide_shared.errors import (
 from springtide_shared.messages.job import JobState
 from springtide_shared.migrations import REVISIONS
 from springtide_shared.ports.ledger import Changes, ChunkRow, JobRow, OutboxRow, TaskRow
+
+T = TypeVar("T")
 
 LIMIT_SECONDS: Final = 10.0
 """Longest that one call may take before it counts as unanswered."""
@@ -84,6 +87,8 @@ class SqlLedger:
         self._limit = limit_seconds
         self._is_sqlite = engine.dialect.name == "sqlite"
         self._statements = _Statements(is_sqlite=self._is_sqlite)
+        self._calls: set[asyncio.Task[Any]] = set()
+        """What runs now on SQLite; see `_call`."""
 
     @classmethod
     @asynccontextmanager
@@ -114,45 +119,54 @@ class SqlLedger:
                     await _migrate(engine, "head")
                 else:
                     await _check_revision(engine)
-            yield cls(engine, limit_seconds)
+                    if engine.dialect.name == "sqlite":
+                        await _use_write_ahead_log(engine)
+            ledger = cls(engine, limit_seconds)
+            try:
+                yield ledger
+            finally:
+                await ledger._ended(set(ledger._calls))
         finally:
             await engine.dispose()
 
     async def begin_epoch(self, holder: str) -> int:
         """See `Ledger.begin_epoch`."""
-        async with self._writing("begin_epoch") as connection:
+
+        async def work(connection: AsyncConnection) -> int:
             await connection.execute(self._statements.raise_epoch, {"new_holder": holder})
             return int((await connection.execute(self._statements.read_epoch)).scalar_one())
 
+        return await self._write("begin_epoch", work)
+
     async def commit(self, changes: Changes) -> None:
         """See `Ledger.commit`. After a `TransientError` it may have been applied: read again."""
+        await self._write("commit", lambda connection: self._commit(connection, changes))
+
+    async def _commit(self, connection: AsyncConnection, changes: Changes) -> None:
         do = self._statements
-        async with self._writing("commit") as connection:
-            current = (await connection.execute(do.share_epoch)).scalar_one()
-            if current != changes.epoch:
-                raise ConflictError(
-                    Reason.STALE,
-                    "another epoch has begun",
-                    epoch=changes.epoch,
-                    current=int(current),
-                )
-            # in key order: two writers that lock rows in different orders would block each other
-            for job in sorted(changes.jobs, key=lambda row: (row.job_id, row.version)):
-                await self._write_job(connection, job)
-            if changes.chunks:
-                await connection.execute(do.put_chunk, [_chunk_values(r) for r in changes.chunks])
-            if changes.tasks:
-                await connection.execute(do.put_task, [_task_values(r) for r in changes.tasks])
-            if changes.settled:
-                await connection.execute(
-                    do.drop_task, [{"of_job": job, "at": index} for job, index in changes.settled]
-                )
-            if changes.outbox:
-                await connection.execute(
-                    do.put_message, [_message_values(r) for r in changes.outbox]
-                )
-            if changes.sent:
-                await connection.execute(do.drop_message, [{"sent_id": i} for i in changes.sent])
+        current = (await connection.execute(do.share_epoch)).scalar_one()
+        if current != changes.epoch:
+            raise ConflictError(
+                Reason.STALE,
+                "another epoch has begun",
+                epoch=changes.epoch,
+                current=int(current),
+            )
+        # in key order: two writers that lock rows in different orders would block each other
+        for job in sorted(changes.jobs, key=lambda row: (row.job_id, row.version)):
+            await self._write_job(connection, job)
+        if changes.chunks:
+            await connection.execute(do.put_chunk, [_chunk_values(r) for r in changes.chunks])
+        if changes.tasks:
+            await connection.execute(do.put_task, [_task_values(r) for r in changes.tasks])
+        if changes.settled:
+            await connection.execute(
+                do.drop_task, [{"of_job": job, "at": index} for job, index in changes.settled]
+            )
+        if changes.outbox:
+            await connection.execute(do.put_message, [_message_values(r) for r in changes.outbox])
+        if changes.sent:
+            await connection.execute(do.drop_message, [{"sent_id": i} for i in changes.sent])
 
     async def jobs(
         self,
@@ -262,20 +276,56 @@ class SqlLedger:
                 version=row.version,
             )
 
-    @asynccontextmanager
-    async def _writing(self, operation: str) -> AsyncIterator[AsyncConnection]:
-        """One transaction, committed at the end."""
-        async with _translated(self._engine, operation, self._limit), self._engine.connect() as raw:
-            connection = await raw.execution_options(**{_WRITES: True})
-            async with connection.begin():
-                yield connection
+    async def _write(self, operation: str, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+        """Run `work` as one transaction."""
+
+        async def transaction() -> T:
+            async with self._engine.connect() as raw:
+                connection = await raw.execution_options(**{_WRITES: True})
+                async with connection.begin():
+                    return await work(connection)
+
+        return await self._call(operation, transaction)
 
     async def _read(self, operation: str, query: Executable) -> Sequence[Any]:
-        async with (
-            _translated(self._engine, operation, self._limit),
-            self._engine.connect() as connection,
-        ):
-            return (await connection.execute(query)).all()
+        async def reading() -> Sequence[Any]:
+            async with self._engine.connect() as connection:
+                return (await connection.execute(query)).all()
+
+        return await self._call(operation, reading)
+
+    async def _call(self, operation: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if not self._is_sqlite:
+            async with _translated(self._engine, operation, self._limit):
+                return await work()
+        # SQLite's driver must not be interrupted: a transaction that is dropped in the middle keeps
+        # the write lock until the garbage collector finds it. So a call always runs to its end,
+        # which the driver's own limit on waiting brings near, whatever becomes of its caller.
+        async with _translated(self._engine, operation, None):
+            call = asyncio.create_task(work(), name=f"ledger.{operation}")
+            self._calls.add(call)
+            call.add_done_callback(self._forget)
+            try:
+                done, _ = await asyncio.wait({call}, timeout=self._limit)
+            except asyncio.CancelledError:
+                await self._ended({call})
+                raise
+            if not done:
+                raise TimeoutError
+            return call.result()
+
+    def _forget(self, call: asyncio.Task[Any]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # its caller may be gone: nobody else looks at it then
+
+    async def _ended(self, calls: set[asyncio.Task[Any]]) -> None:
+        """Wait until these calls ended, or for the limit; cancelling does not shorten it."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limit
+        while not all(call.done() for call in calls) and loop.time() < deadline:
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait(calls, timeout=deadline - loop.time())
 
 
 async def migrate(url: str, revision: str = "head") -> None:
@@ -302,8 +352,32 @@ async def migrate(url: str, revision: str = "head") -> None:
         await engine.dispose()
 
 
+async def _use_write_ahead_log(engine: AsyncEngine) -> None:
+    """Switch a SQLite file over, once for good: readers then never wait for the writer.
+
+    The switch needs the file for itself and SQLite does not wait for that, so two processes that
+    make a ledger at once try again; the caller's time limit ends it.
+    """
+    while True:
+        async with engine.connect() as connection:
+            try:
+                mode = await connection.exec_driver_sql("PRAGMA journal_mode")
+                if mode.scalar_one() == "wal":
+                    return
+                await connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+                continue
+            except DBAPIError as error:
+                code = getattr(error.orig, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+                if code & 0xFF != sqlite3.SQLITE_BUSY:
+                    raise
+        # in a thread: another process's work takes real time, also under a clock that is held
+        await asyncio.to_thread(time.sleep, 0.02)
+
+
 async def _migrate(engine: AsyncEngine, revision: str) -> None:
     wanted = {"head": REVISIONS[-1], "base": None}.get(revision, revision)
+    if engine.dialect.name == "sqlite":
+        await _use_write_ahead_log(engine)
     if await _revision(engine) == wanted:
         return  # without loading the migration library: it costs more than all the rest
     async with engine.connect() as raw:
@@ -446,7 +520,6 @@ class _Driver(Protocol):
 
 def _on_sqlite_connect(connection: _Driver, _record: object) -> None:
     cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA journal_size_limit=16777216")
     cursor.close()
@@ -461,9 +534,9 @@ def _on_sqlite_begin(connection: Connection) -> None:
 
 @asynccontextmanager
 async def _translated(
-    engine: AsyncEngine, operation: str, limit_seconds: float
+    engine: AsyncEngine, operation: str, limit_seconds: float | None
 ) -> AsyncIterator[None]:
-    """Turn the database's faults into ours, within a time limit.
+    """Turn the database's faults into ours, within a time limit (None: what is inside keeps one).
 
     Texts of the driver stay in the chain only where they hold no secret; ours name the operation
     and the address without its password. What is our own mistake (SQL, types) passes unchanged.
@@ -475,7 +548,7 @@ async def _translated(
     except (TimeoutError, PoolTimeoutError) as error:
         raise TransientError(
             Reason.STORE_UNAVAILABLE,
-            f"the ledger's database did not answer within {limit_seconds:g} s",
+            "the ledger's database did not answer in time",
             operation=operation,
             database=address,
         ) from error
