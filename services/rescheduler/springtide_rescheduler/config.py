@@ -25,6 +25,9 @@ class ReschedulerConfig:
     busy_ratio: float = 1.5
     """A node that uses more than this times what its tasks requested is left alone: packed closer,
     they would slow each other. Usage that is not known never speaks for a move."""
+    foreign_ratio: float = 0.1
+    """A node on which others' pods request more than this is left alone: it would not get empty.
+    Daemons request a few hundredths."""
     least_age_seconds: float = 60.0
     """A task that has run for less has hardly saved anything yet."""
 

@@ -54,21 +54,23 @@ class Lives:
         if not len(self._times):
             return float("inf"), 1.0, 1.0
         low = np.flatnonzero(self._curve <= TAIL_SHARE)
-        # The curve must not be taken down to nothing: the last ended task is not the longest ever.
-        last = int(low[0]) if len(low) else len(self._times) - 1
-        while last > 0 and self._curve[last] <= 0.0:
-            last -= 1
-        start = max(float(self._times[last]), 1e-9)
-        level = float(self._curve[last])
-        if level <= 0.0:  # one distinct run time, and nothing outlived it
-            level = 0.5 / max(1, len(ends))
+        if len(low):
+            first = int(low[0])
+            start, level = float(self._times[first]), float(self._curve[first])
+            if level <= 0.0:
+                # The last ended task is not the longest there can ever be: half a task is left.
+                before = float(self._curve[first - 1]) if first else 1.0
+                level = 0.5 * before / float(np.count_nonzero(ends == self._times[first]))
+        else:
+            start, level = float(max(ends[-1], ages[-1] if len(ages) else 0.0)), self._curve[-1]
+        start = max(start, 1e-9)
         beyond = ends[ends > start]
         exponent = 1.0
         if len(beyond) >= LEAST_TAIL_ENDS:
             censored = ages[ages > start]
             excess = float(np.log(beyond / start).sum() + np.log(censored / start).sum())
             exponent = len(beyond) / excess if excess > 0 else _EXPONENT_MAX
-        return start, level, float(min(max(exponent, _EXPONENT_MIN), _EXPONENT_MAX))
+        return start, float(level), float(min(max(exponent, _EXPONENT_MIN), _EXPONENT_MAX))
 
     def survival(self, at: Floats) -> Floats:
         """Chance to live longer than `at` seconds; falls from 1, is never 0."""

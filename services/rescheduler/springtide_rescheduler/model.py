@@ -32,17 +32,23 @@ class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
 class Saving(msgspec.Struct, frozen=True, tag="saving"):
     """The checkpoint was ordered; `until`: when the program thaws and goes on by itself."""
 
-    since: float
     until: float
+    is_asked: bool = False
+    """The submitter has confirmed: the order is on the pod."""
 
 
 class Ending(msgspec.Struct, frozen=True, tag="ending"):
     """The manifest is verified, the submitter was told to end the attempt."""
 
     until: float
+    order_until: float
+    """When the program thaws. An END that has not left by then must not leave any more: it would
+    cost what was computed since."""
     manifest: str
     progress_seconds: float
     save_seconds: float
+    is_told: bool = False
+    """The submitter has confirmed: the pod is being ended."""
 
 
 class Restoring(msgspec.Struct, frozen=True, tag="restoring"):
@@ -334,6 +340,8 @@ class Why(StrEnum):
     EXPECTS_TASKS = "expects-tasks"
     WELL_USED = "well-used"
     BUSY = "busy"
+    FOREIGN = "foreign-pods"
+    """Pods of others would keep it from becoming empty."""
     RECEIVES = "receives"
     NO_GAIN = "no-gain"
     NO_ROOM = "no-room"

@@ -121,7 +121,11 @@ class _Decision:
         self.step = self.rules.horizon_seconds / _GRID_POINTS
         self.grid = np.asarray((np.arange(_GRID_POINTS) + 0.5) * self.step, dtype=np.float64)
         self.in_sagas = {move.task: None for saga in self.picture.sagas for move in saga.moves}
-        self.expected = [one.shape.resources for one in self.picture.demand if one.backlog > 0] + [
+        self.expected = [
+            Resources(cpu_millis=one.shape.cpu_millis, memory_bytes=one.shape.memory_bytes)
+            for one in self.picture.demand
+            if one.backlog > 0
+        ] + [
             _size(attempt)
             for attempt in self.picture.attempts
             if not attempt.node and not attempt.slot
@@ -149,7 +153,7 @@ class _Decision:
                 continue
             attempts = on_node[seen.node] + (in_slot[seen.slot] if seen.slot else [])
             used = sum((_size(one) for one in attempts), Resources())
-            used = self._with_foreign(seen, used) + coming[seen.node]
+            used = self._with_foreign(seen, used) + coming.get(seen.node, Resources())
             empty_by = np.ones(_GRID_POINTS)
             for attempt in attempts:
                 empty_by = empty_by * self.ends_within(attempt)
@@ -237,6 +241,9 @@ class _Decision:
             return Why.RECEIVES
         if node.used_share >= rules.trigger_ratio:
             return Why.WELL_USED
+        own = sum(one.cpu_millis for one in node.attempts)
+        if node.used.cpu_millis - own > rules.foreign_ratio * node.seen.cpu_millis:
+            return Why.FOREIGN
         used = self.picture.used_ratios.get(node.name)
         if used is not None and used > rules.busy_ratio * max(node.used_share, 0.05):
             return Why.BUSY
@@ -448,9 +455,16 @@ def concerns(saga: VacateSaga, event: Event) -> bool:
     return True
 
 
-def standing(saga: VacateSaga) -> tuple[Command, ...]:
+def standing(saga: VacateSaga, now: float) -> tuple[Command, ...]:
     """Every command whose answer is still awaited: sent again after a restart or a silence."""
-    commands = [_phase_command(saga), *(_move_command(saga, move) for move in saga.moves)]
+    commands: list[Command | None] = [_phase_command(saga)]
+    for move in saga.moves:
+        match move.state:
+            case Saving(is_asked=True) | Ending(is_told=True):
+                continue
+            case Ending(order_until=order_until) if now >= order_until:
+                continue
+        commands.append(_move_command(saga, move))
     return tuple(command for command in commands if command is not None)
 
 
@@ -491,8 +505,8 @@ def _move_command(saga: VacateSaga, move: TaskMove) -> Migrate | None:
             action, until = MigrateAction.RESERVE, saga.valid_until
         case Saving(until=until):
             action = MigrateAction.CHECKPOINT
-        case Ending():
-            action, until = MigrateAction.END, saga.valid_until
+        case Ending(order_until=until):
+            action = MigrateAction.END
         case Cancelling(until=until):
             action = MigrateAction.CANCEL
         case _:
@@ -564,9 +578,7 @@ def _after_answer(
         case Cordoning(), VacateStep.CORDONED:
             until = now + rules.save_limit_seconds
             moves = [
-                replace(move, state=Saving(now, until))
-                if isinstance(move.state, Reserved)
-                else move
+                replace(move, state=Saving(until)) if isinstance(move.state, Reserved) else move
                 for move in saga.moves
             ]
             return replace(saga, phase=Moving(), moves=moves)
@@ -636,6 +648,7 @@ def _next_state(move: TaskMove, event: Event, now: float, rules: ReschedulerConf
             if isinstance(state, Saving) and now < state.until - rules.end_margin_seconds:
                 return Ending(
                     now + rules.end_limit_seconds,
+                    state.until,
                     event.key,
                     event.progress_seconds,
                     event.save_seconds,
@@ -677,6 +690,10 @@ def _after_migration_answer(
             return _cancel(state, why, now, rules, is_gone=why in _NOT_THERE)
         case Ending(), MigrationStep.REFUSED if why not in _NOT_THERE:
             return _cancel(state, why, now, rules)
+        case Saving(), MigrationStep.REQUESTED:
+            return replace(state, is_asked=True)
+        case Ending(), MigrationStep.ENDING:
+            return replace(state, is_told=True)
         case ((Ending() | Restoring()), MigrationStep.RESTORED):
             return _moved(state, now)
         case Cancelling(), (MigrationStep.CANCELLED | MigrationStep.REFUSED):

@@ -142,6 +142,8 @@ class Rescheduler(Service):
         self._turn = asyncio.Lock()
         """One change of sagas at a time: each reads, stores and only then takes effect."""
         self._sagas: dict[str, _Stored] = {}
+        self._doubtful: dict[str, VacateSaga] = {}
+        """New sagas of which it is not certain that they were stored."""
         self._past: dict[TaskKey, Past] = {}
         self._past_version = 0
         self._closed: list[str] = []
@@ -498,13 +500,22 @@ class Rescheduler(Service):
             await self._apply_to_all(AttemptVanished(migration_id))
         await self._apply_to_all(TimePassed())
         await self._check_sources()
+        await self._settle_doubts()
         async with self._turn:
             for vacate_id in sorted(self._sagas):
                 stored = self._sagas[vacate_id]
                 if stored.saga.is_closed:  # stored as closed, but a fault kept it from ending
                     await self._close(stored)
                 elif now - stored.sent_at >= self.config.resend_seconds:
-                    await self._send(stored, policy.standing(stored.saga))
+                    await self._send(stored, policy.standing(stored.saga, now))
+
+    async def _settle_doubts(self) -> None:
+        """New sagas whose write got no answer: they exist if they are stored."""
+        for vacate_id in list(self._doubtful):
+            document = await self._state.load(_SAGAS + vacate_id.lower())
+            saga = self._doubtful.pop(vacate_id)
+            if document is not None:
+                self._sagas[vacate_id] = _Stored(saga, document.version)
 
     async def _check_sources(self) -> None:
         """A source that took other attempts in the meantime can't be emptied."""
@@ -594,11 +605,12 @@ class Rescheduler(Service):
             )
             async with self._turn:
                 stored = _Stored(saga, 0)
-                # Written before it is known here: if that fails, nothing has happened.
+                self._doubtful[saga.vacate_id] = saga
                 await self._save(stored, saga)
+                del self._doubtful[saga.vacate_id]
                 self._sagas[saga.vacate_id] = stored
                 self._begun.extend([now] * len(saga.moves))
-                await self._send(stored, policy.standing(saga))
+                await self._send(stored, policy.standing(saga, now))
 
     def _picture(self, now: float) -> Picture | None:
         """All that a decision reads; None while something is missing or out of date."""
@@ -611,6 +623,7 @@ class Rescheduler(Service):
         measured = [one for part in usage.parts for one in part.nodes] if usage else []
         jobs = sorted({attempt.job_id for attempt in attempts})
         sagas = [self._sagas[vacate_id].saga for vacate_id in sorted(self._sagas)]
+        sagas += self._doubtful.values()
         return Picture(
             nodes=[node for part in capacity.parts for node in part.nodes],
             groups=[group for part in capacity.parts for group in part.groups],
