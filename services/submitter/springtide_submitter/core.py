@@ -91,6 +91,7 @@ class Core:
         """Sagas whose documents are to be deleted."""
         self.is_credit_changed = False
         """Whether the totals that the cluster offers have changed since they were published."""
+        self._offered: dict[str, int] = {}
         # -- indices
         self._counts = dict.fromkeys(Stage, 0)
         self._live: dict[str, int] = {}
@@ -254,8 +255,9 @@ class Core:
         for attempt in list(self._by_slot.get("", {}).values()):
             if attempt.node:
                 self._settle_in(attempt, self.book.slot_of(attempt.node))
-        self.is_credit_changed = True
         self.place(now)
+        if self._totals(self._offers(now)) != self._offered:
+            self.is_credit_changed = True
 
     def _slot_closed(self, attempt: Attempt, *, is_planned: bool) -> None:
         if attempt.stage is Stage.QUEUED:
@@ -1002,7 +1004,16 @@ class Core:
     # ================================================================ snapshots
     def credit(self, now: float) -> list[ShapeCredit]:
         """Totals per shape: what is here, and the free places nobody here waits for."""
+        found = self._offers(now)
+        self._offered = self._totals(found)
         self.is_credit_changed = False
+        return found
+
+    @staticmethod
+    def _totals(offers: Iterable[ShapeCredit]) -> dict[str, int]:
+        return {offer.shape: offer.total for offer in offers}
+
+    def _offers(self, now: float) -> list[ShapeCredit]:
         due_by = now + self.config.credit_horizon_seconds
         is_planned = self.has_plan(now)
         found = []
