@@ -62,9 +62,9 @@ def submit(
         RefusedError: the job is wrong; names field, value and remedy (a file's line, too).
         UnreachableError, UnauthorisedError: springtide cannot be used now.
     """
-    from springtide.client import Client, Job, as_job_file
+    from springtide.client import Client, Job, as_job_file, prepared
 
-    file = as_job_file(job, fields)
+    file = prepared(as_job_file(job, fields))
     client = client or Client()
     return Job(client, client.submit(file).id)
 

@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 CONNECT_SECONDS: Final = 10.0
 ANSWER_SECONDS: Final = 30.0
+_URL_REMEDY: Final = "write the broker's URL as amqp://user:password@host:port/vhost"
 
 
 def settings(url: str) -> RabbitSettings:
@@ -101,9 +102,7 @@ async def _translated(work: Awaitable[T]) -> T:
     except SpringtideError as error:
         raise _as_client_error(error) from error
     except ValueError as error:  # the URL itself; its text may hold a password, so none is shown
-        raise UnreachableError(
-            "the broker's URL is malformed", remedy="write amqp://user:password@host:port/vhost"
-        ) from error
+        raise UnreachableError("the broker's URL is malformed", remedy=_URL_REMEDY) from error
 
 
 def _as_client_error(error: SpringtideError) -> SpringtideClientError:
@@ -118,8 +117,12 @@ def _as_client_error(error: SpringtideError) -> SpringtideClientError:
             reason=reason,
             remedy="start a coordinator, or check the virtual host of the URL",
         )
+    if error.reason is Reason.TOO_LARGE:
+        return RefusedError(
+            error.detail, reason=reason, remedy="split the array or shorten its items"
+        )
     if isinstance(error, PermanentError):
-        return RefusedError(error.detail, reason=reason)
+        return UnreachableError(error.detail, reason=reason, remedy=_URL_REMEDY)
     return UnreachableError(
         error.detail, reason=reason, remedy="is the broker running, and is the URL right?"
     )

@@ -194,13 +194,16 @@ def submit(
         job.set("command", list(_after_dashes), "--")
         if "name" not in job.content:
             job.set("name", Path(_after_dashes[0]).name or "job", "--")
+    limit = _seconds(timeout)
     if amqp:
         from springtide import amqp as broker
 
         accepted = broker.submit(job, amqp)
         _say_submitted(accepted, created=None, as_json=as_json)
         return
-    limit = _seconds(timeout)
+    from springtide.client import prepared
+
+    prepared(job)  # a wrong job is told even where no springtide can be reached
     with _client(url, token_file) as client:
         submitted = client.submit(job)
         if not wait:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
 from springtide import calls, connection
 from springtide.download import Download, is_there, sweep, target_of
@@ -333,17 +334,24 @@ def http_options(endpoint: connection.Endpoint) -> dict[str, Any]:
     }
 
 
-def encoded(job: JobFile) -> bytes:
-    """The body of a submit; makes an id where there is none.
+def prepared(job: JobFile) -> JobFile:
+    """The job with an id, checked to the last field before anything is sent.
 
     Raises:
-        JobFileError: the job is wrong; found here, before anything is sent.
+        JobFileError: the job is wrong.
     """
-    import msgspec
-
     job.content.setdefault("id", new_id())
     job.check()
-    return msgspec.json.encode(job.content)
+    return job
+
+
+def encoded(job: JobFile) -> bytes:
+    """The body of a submit.
+
+    Raises:
+        JobFileError: the job is wrong.
+    """
+    return msgspec.json.encode(prepared(job).content)
 
 
 def expired(job_id: str, timeout: float | None) -> ExpiredError:

@@ -123,9 +123,9 @@ def follow_with_bar(job: Job, timeout: float | None = None, console: Console | N
 
 def when(at: float | None) -> str:
     """A time for people, in this machine's zone."""
-    return (
-        "" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    )
+    if at is None:
+        return ""
+    return datetime.fromtimestamp(at, tz=UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def job_lines(info: JobInfo, now: float) -> str:
