@@ -1,0 +1,1 @@
+"""Measurements of springtide, each in a process of its own; `python -m benchmarks --list`."""
