@@ -14,7 +14,7 @@ import pytest
 
 from springtide_coordinator.config import Config
 from springtide_coordinator.service import ATTEMPTS_QUEUE, JOBS_QUEUE, Coordinator
-from springtide_shared.adapters.clock import SeededIds
+from springtide_shared.adapters.clock import SeededIds, SystemClock, SystemIds
 from springtide_shared.adapters.memory_bus import InMemoryBus, MemoryBroker
 from springtide_shared.adapters.memory_ledger import InMemoryLedger
 from springtide_shared.adapters.memory_store import InMemoryStore
@@ -1071,3 +1071,58 @@ def test_news_of_nodes_is_taken() -> None:
         assert "north" in world.coordinator._clusters
 
     in_world(scenario, "east")
+
+
+def test_a_big_array_does_not_hold_up_the_loop() -> None:
+    """In real time: checking, packing and slicing 100,000 items, heartbeats go on meanwhile."""
+    items = [f"{i:06d}" for i in range(100_000)]
+    lags: list[float] = []
+
+    async def beat() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            start = loop.time()
+            await asyncio.sleep(0.01)
+            lags.append(loop.time() - start - 0.01)
+
+    async def main() -> None:
+        broker, clock = MemoryBroker(), SystemClock()
+        bus, ledger, stop = InMemoryBus(broker, "alice"), InMemoryLedger(), asyncio.Event()
+        coordinator = Coordinator(
+            bus=bus, ledger=ledger, clock=clock, ids=SystemIds(clock), config=Config()
+        )
+        serving = asyncio.create_task(coordinator.serve(stop))
+        beating = asyncio.create_task(beat())
+        await asyncio.sleep(0.1)
+        body = {"id": "big", "name": "n", "command": ["a"], "array": {"items": items}}
+        queue = Subscription(
+            queue="s", types=(SliceRun, SliceCancel), cluster="east", prefetch=10_000
+        )
+        async with bus.subscribe(queue) as inbox, bus.answers() as (address, answers):
+            await bus.publish_body("job.submit.v1", msgspec.json.encode(body), reply_to=address)
+            (answer,) = await answers.receive(timeout=30)
+            await answer.ack()
+            assert isinstance(answer.message, JobAnswer)
+            assert answer.message.accepted
+            offer = ShapeCredit(shape=SHAPE.key, live=0, free=len(items))
+            await bus.publish(
+                Credit(
+                    cluster="east", epoch=1, seq=1, valid_until=clock.now() + 600, shapes=[offer]
+                )
+            )
+            got: list[str] = []
+            while len(got) < len(items):
+                for delivery in await inbox.receive(limit=10, timeout=30):
+                    assert isinstance(delivery.message, SliceRun)
+                    assert delivery.message.items is not None
+                    got += delivery.message.items
+                    assert delivery.attempt == 1
+                    await delivery.ack()
+        stop.set()
+        await serving
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        assert got == items
+
+    asyncio.run(main())
+    assert max(lags) < 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -262,7 +263,8 @@ def pick_tasks(job: Job, level: int, count: int) -> tuple[list[tuple[int, list[i
     for attempt, of_level in sorted(job.ready):
         if of_level != level or count <= 0:
             continue
-        indices = sorted(job.ready[attempt, of_level])[:count]
+        # Some of them, in the order they became ready: sorting all of many would cost each time.
+        indices = sorted(islice(job.ready[attempt, of_level], count))
         groups.append((attempt, indices))
         count -= len(indices)
     fresh = min(count, job.body.fresh) if level == 0 else 0

@@ -74,6 +74,26 @@ _LOOKUPS: Final = 500
 AttemptId = tuple[str, int, int]
 
 
+def durable_subscriptions() -> tuple[Subscription, ...]:
+    """The queues that must outlive the coordinator; a deploy step declares them beforehand.
+
+    Then jobs and facts are kept from the first one on, also while no coordinator has ever run.
+    """
+    return (
+        Subscription(
+            queue=JOBS_QUEUE,
+            types=(JobSubmit, JobCancel),
+            single_active=True,
+            raw=True,
+            on_undecodable=_answer_undecodable,
+        ),
+        Subscription(
+            queue=ATTEMPTS_QUEUE, types=(AttemptEvents, AttemptSummary), single_active=True
+        ),
+        Subscription(queue=NODES_QUEUE, types=(NodeEvents,)),
+    )
+
+
 class Coordinator(Service):
     """See the module. `store`: looked into before an attempt is given up for lost."""
 
@@ -137,26 +157,11 @@ class Coordinator(Service):
     def loops(self) -> Sequence[tuple[str, Loop]]:
         """What the coordinator does."""
         config = self.config
+        jobs, attempts, nodes = durable_subscriptions()
         return [
-            self.consumer(
-                Subscription(
-                    queue=JOBS_QUEUE,
-                    types=(JobSubmit, JobCancel),
-                    single_active=True,
-                    raw=True,
-                    on_undecodable=_answer_undecodable,
-                ),
-                self._on_jobs,
-                batch=50,
-            ),
-            self.consumer(
-                Subscription(
-                    queue=ATTEMPTS_QUEUE, types=(AttemptEvents, AttemptSummary), single_active=True
-                ),
-                self._on_attempts,
-                batch=50,
-            ),
-            self.consumer(Subscription(queue=NODES_QUEUE, types=(NodeEvents,)), self._on_nodes),
+            self.consumer(jobs, self._on_jobs, batch=50),
+            self.consumer(attempts, self._on_attempts, batch=50),
+            self.consumer(nodes, self._on_nodes),
             self.consumer(
                 Subscription(
                     queue="coordinator.snapshots",
