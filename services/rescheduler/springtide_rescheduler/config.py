@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,4 +104,34 @@ class ReschedulerConfig:
             + self.save_limit_seconds
             + self.end_limit_seconds
             + self.restore_limit_seconds
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig(ReschedulerConfig):
+    """Where a rescheduler that runs as a process of its own finds what it needs.
+
+    Read from a file and `SPRINGTIDE_RESCHEDULER_<FIELD>` variables; the embedded stack hands
+    adapters over instead.
+    """
+
+    cluster: str = ""
+    """Name of the cluster, as jobs and the other services know it."""
+    amqp_url: str = ""
+    state_dir: Path | None = None
+    """For sagas under way, the memory of moves and the lease; kept across restarts."""
+    store_dir: Path | None = None
+    """The object store, read for the manifests of tasks that are being moved."""
+    health_host: str = "127.0.0.1"
+    health_port: int = 0
+    """For `/healthz` and `/readyz`; 0 picks a free one, which the log names."""
+
+    def __post_init__(self) -> None:
+        """Check the settings of the service itself."""
+        self.policy()
+
+    def policy(self) -> ReschedulerConfig:
+        """The settings of the service itself."""
+        return ReschedulerConfig(
+            **{item.name: getattr(self, item.name) for item in fields(ReschedulerConfig)}
         )

@@ -584,7 +584,10 @@ def _after_answer(
             return replace(saga, phase=Moving(), moves=moves)
         case Cordoning(), VacateStep.REFUSED:
             return _undo(saga, reason or Reason.INTERNAL, now, rules, is_open=True)
-        case ((Cordoning() | Moving()), VacateStep.UNCORDONED):
+        case ((Moving() | Releasing()), VacateStep.REFUSED) if reason is Reason.UNKNOWN_NODE:
+            return _released(saga)
+        case ((Cordoning() | Moving() | Releasing()), VacateStep.UNCORDONED):
+            # Opened by an operator, or by the scaler at the cordon's limit.
             return _undo(saga, reason or Reason.EXPIRED, now, rules, is_open=True)
         case Undoing(), (VacateStep.UNCORDONED | VacateStep.REFUSED):
             return replace(saga, phase=replace(saga.phase, is_open=True))
