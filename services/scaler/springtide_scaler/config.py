@@ -12,8 +12,10 @@ from springtide_scaler.policy import Rules
 class ScalerConfig:
     """Times in seconds."""
 
-    round_seconds: float = 2.0
-    """Between two rounds; demand and commands bring one forward."""
+    round_seconds: float = 5.0
+    """Between two rounds while all is quiet; changed demand and commands bring one forward."""
+    busy_round_seconds: float = 2.0
+    """Between two rounds while machines boot or leave, or nodes are being vacated."""
     least_round_seconds: float = 0.2
     """Least pause between two rounds, however often they are brought forward."""
     publish_seconds: float = 5.0
@@ -45,7 +47,13 @@ class ScalerConfig:
     """Seconds. A life that cannot renew for this long must end; it is real time, never scaled."""
 
     def __post_init__(self) -> None:
-        for name in ("round_seconds", "publish_seconds", "backoff_seconds", "lease_ttl"):
+        for name in (
+            "round_seconds",
+            "busy_round_seconds",
+            "publish_seconds",
+            "backoff_seconds",
+            "lease_ttl",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0")
         for name, least in (

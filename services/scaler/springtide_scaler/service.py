@@ -101,11 +101,64 @@ _DECISIONS_SHOWN: Final = 20
 class _Live:
     """A live pod as far as room is concerned."""
 
-    node: str
-    slot: str
+    place: tuple[str, str]
+    """("node", its name) once bound, else ("slot", what its affinity demands)."""
     shape: str
     """Empty for other people's pods."""
     requests: Resources
+
+
+class _Loads:
+    """What live pods take, kept up to date by each change, so that a quiet round costs nothing."""
+
+    def __init__(self) -> None:
+        self._pods: dict[str, _Live] = {}
+        self._places: dict[tuple[str, str], dict[tuple[str, Resources], int]] = {}
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._pods.clear()
+        self._places.clear()
+
+    def drop(self, uid: str) -> None:
+        """A pod has ended or left."""
+        pod = self._pods.pop(uid, None)
+        if pod is not None:
+            kinds = self._places[pod.place]
+            kind = (pod.shape, pod.requests)
+            kinds[kind] -= 1
+            if not kinds[kind]:
+                del kinds[kind]
+            if not kinds:
+                del self._places[pod.place]
+
+    def put(self, uid: str, pod: _Live) -> None:
+        """A pod lives, there."""
+        self.drop(uid)
+        self._pods[uid] = pod
+        kinds = self._places.setdefault(pod.place, {})
+        kind = (pod.shape, pod.requests)
+        kinds[kind] = kinds.get(kind, 0) + 1
+
+    def is_empty(self, record: SlotRecord) -> bool:
+        """Whether no live pod is in a slot or bound for it."""
+        return not any(place in self._places for place in _places_of(record))
+
+    def of(self, record: SlotRecord) -> tuple[dict[str, int], Resources]:
+        """Live attempts by shape, and requests of all live pods, in a slot or bound for it."""
+        running: dict[str, int] = {}
+        occupied = Resources()
+        for place in _places_of(record):
+            for (shape, requests), count in self._places.get(place, {}).items():
+                occupied += requests * count
+                if shape:
+                    running[shape] = running.get(shape, 0) + count
+        return running, occupied
+
+
+def _places_of(record: SlotRecord) -> list[tuple[str, str]]:
+    places = [("slot", record.slot)]
+    return [("node", record.node.name), *places] if record.node is not None else places
 
 
 class Scaler(Service):
@@ -138,6 +191,8 @@ class Scaler(Service):
         self._key = f"scaler.{cluster}"
         self._lease = LeaseKeeper(leases, clock, self._key, ids.new(), config.lease_ttl)
         self._wake = Wake()
+        self._alarm: asyncio.TimerHandle | None = None
+        """Brings the next round forward while something is under way."""
         self._busy = asyncio.Lock()
         """A round and a command never interleave."""
         self._demand = SnapshotShelf[Demand]()
@@ -149,13 +204,15 @@ class Scaler(Service):
         self._epoch = 0
         self._orders = 0
         self._writer = SnapshotWriter(cluster, 0)
-        self._pods: dict[str, _Live] = {}
+        self._loads = _Loads()
         self._pods_version = 0
         self._slots: tuple[SlotRecord, ...] = ()
         self._patterns: dict[str, Mapping[str, int]] = {}
         self._idle_since: dict[str, float] = {}
         self._orphan_since: dict[str, float] = {}
         self._backoffs: dict[str, Backoff] = {}
+        self._decision: PlanDecision | None = None
+        self._decided_on: tuple[object, ...] | None = None
         self._announced: dict[str, float] = {}
         """Instance id → when a plan without it was published."""
         self._told: set[tuple[str, NodeState]] = set()
@@ -165,6 +222,7 @@ class Scaler(Service):
         self._past_vacates: dict[str, VacateEvents] = {}
         self._published_at: float | None = None
         self._published: tuple[list[Slot], list[GroupCapacity], list[CapacityNode]] = ([], [], [])
+        self._published_on: tuple[PlanDecision | None, Memory | None] = (None, None)
         self._has_observed = False
 
     # ---------------------------------------------------------------- life
@@ -213,6 +271,8 @@ class Scaler(Service):
 
     async def finish(self) -> None:
         """Let the next life begin at once."""
+        if self._alarm is not None:
+            self._alarm.cancel()
         await self._lease.release()
 
     def not_ready(self) -> Sequence[str]:
@@ -224,12 +284,14 @@ class Scaler(Service):
         for delivery in deliveries:
             message = delivery.message
             assert isinstance(message, Demand)
+            before, _ = self._wanted(self.clock.now())
             edition = self._demand.take(message)
             if edition is not None:
                 self._shapes = {
                     item.shape.key: item.shape for part in edition.parts for item in part.shapes
                 }
-                self._wake()
+                if self._wanted(self.clock.now())[0] != before:
+                    self._wake()
             await delivery.ack()
 
     async def _on_vacates(self, deliveries: Sequence[Delivery]) -> None:
@@ -336,22 +398,33 @@ class Scaler(Service):
             await self._sweep(machines, seen)
             await self._expire_vacates(seen)
             await self._advance_releases(seen)
-            decision = await self._grow(seen)
+            decision = await self._decide(seen)
             await self._begin_releases(seen, decision)
             await self._publish(seen, decision)
             await self._tell_events()
+            self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        memory = self._memory
+        if memory.releases or memory.vacates or not all(r.has_joined for r in self._slots):
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_later(self._config.busy_round_seconds, self._wake)
 
     async def _read_pods(self) -> None:
         changes = await self._view.pods_since(self._pods_version)
         if changes.reset:
-            self._pods.clear()
+            self._loads.clear()
         for pod in changes.gone:
-            self._pods.pop(pod.uid, None)
+            self._loads.drop(pod.uid)
         for pod in changes.pods:
-            if pod.phase.is_terminated:
-                self._pods.pop(pod.uid, None)
+            live = None if pod.phase.is_terminated else _live(pod)
+            if live is None:
+                self._loads.drop(pod.uid)
             else:
-                self._pods[pod.uid] = _live(pod)
+                self._loads.put(pod.uid, live)
         self._pods_version = changes.version
 
     def _match(self, seen: Observation) -> Machines:
@@ -505,11 +578,12 @@ class Scaler(Service):
         """Write down and cordon what is empty and due; later rounds take it from there."""
         now = self.clock.now()
         needed = {pattern.slot for pattern in decision.patterns if pattern.is_needed}
-        busy = self._busy_slots()
         idle: dict[str, SlotRecord] = {}
         vacated: list[str] = []
         for record in self._slots:
-            if record.instance is None or not record.has_joined or record.slot in busy:
+            if record.instance is None or not record.has_joined:
+                continue
+            if not self._loads.is_empty(record):
                 continue
             assert record.node is not None
             instance_id = record.instance.instance_id
@@ -628,6 +702,50 @@ class Scaler(Service):
         return event
 
     # ---------------------------------------------------------------- growth
+    async def _decide(self, seen: Observation) -> PlanDecision:
+        """Plan and buy, unless everything is as it was when there was nothing to buy."""
+        basis = self._basis(seen)
+        if self._decision is not None and basis == self._decided_on:
+            return self._decision
+        decision = await self._grow(seen)
+        # What was bought or refused changes the basis; an open wish is looked at in each round.
+        is_final = not decision.purchases
+        self._decided_on = basis if is_final else None
+        self._decision = decision
+        return decision
+
+    def _basis(self, seen: Observation) -> tuple[object, ...]:
+        """All that the plan depends on."""
+        now = self.clock.now()
+        wanted, hold = self._wanted(now)
+        return (
+            wanted,
+            hold,
+            self._pods_version,
+            [
+                (
+                    record.slot,
+                    record.ordered_at if record.instance is None else None,
+                    self._slot_state(record),
+                    record.node.allocatable if record.node is not None else None,
+                )
+                for record in self._slots
+                if record.instance is not None or not self._is_overdue(record, seen)
+            ],
+            [
+                (group.name, group.size, group.max_size, group.price_per_hour)
+                for group in seen.groups
+            ],
+            [group for group in sorted(self._backoffs) if now < self._backoffs[group].until],
+        )
+
+    def _is_overdue(self, record: SlotRecord, seen: Observation) -> bool:
+        """Whether an order was accepted and never delivered: it must not stand in others' way."""
+        (group,) = (group for group in seen.groups if group.name == record.group)
+        return record.instance is None and self.clock.now() - record.ordered_at >= join_limit(
+            group, self._rules
+        )
+
     async def _grow(self, seen: Observation) -> PlanDecision:
         """Plan and buy; when a group refuses, plan again without it, at once."""
         sizes = {
@@ -685,23 +803,20 @@ class Scaler(Service):
 
     def _plan_nodes(self, seen: Observation) -> list[PlanNode]:
         groups = {group.name: group for group in seen.groups}
-        running, occupied = self._loads()
-        now = self.clock.now()
         nodes = []
         for record in self._slots:
             group = groups[record.group]
-            if record.instance is None and now - record.ordered_at >= join_limit(
-                group, self._rules
-            ):
-                continue  # accepted, never delivered: it must not stand in the way of others
+            if self._is_overdue(record, seen):
+                continue
+            running, occupied = self._loads.of(record)
             nodes.append(
                 PlanNode(
                     slot=record.slot,
                     group=record.group,
                     state=self._slot_state(record),
                     allocatable=record.node.allocatable if record.node else group.allocatable,
-                    running=running.get(record.slot, {}),
-                    occupied=occupied.get(record.slot, Resources()),
+                    running=running,
+                    occupied=occupied,
                     before=self._patterns.get(record.slot, {}),
                 )
             )
@@ -717,24 +832,6 @@ class Scaler(Service):
         if node is None or not record.has_joined or node.slot != record.slot:
             return SlotState.LAUNCHING
         return SlotState.READY if node.ready else SlotState.CORDONED
-
-    def _loads(self) -> tuple[dict[str, dict[str, int]], dict[str, Resources]]:
-        """Live attempts by shape, and requests of all live pods, by slot."""
-        slot_of = {r.node.name: r.slot for r in self._slots if r.node is not None}
-        running: dict[str, dict[str, int]] = {}
-        occupied: dict[str, Resources] = {}
-        for pod in self._pods.values():
-            slot = slot_of.get(pod.node, "") if pod.node else pod.slot
-            if not slot:
-                continue
-            occupied[slot] = occupied.get(slot, Resources()) + pod.requests
-            if pod.shape:
-                shapes = running.setdefault(slot, {})
-                shapes[pod.shape] = shapes.get(pod.shape, 0) + 1
-        return running, occupied
-
-    def _busy_slots(self) -> Mapping[str, Resources]:
-        return self._loads()[1]
 
     async def _buy(self, group: str, size: int, patterns: Sequence[Mapping[str, int]]) -> int:
         """Order a machine for each pattern; a refused order is halved until taken, or nothing."""
@@ -845,6 +942,13 @@ class Scaler(Service):
     async def _publish(self, seen: Observation, decision: PlanDecision) -> None:
         """Say plan and capacity, when something changed or the period is over."""
         now = self.clock.now()
+        is_due = (
+            self._published_at is None
+            or now - self._published_at >= self._config.publish_seconds - 1e-6
+        )
+        basis = (decision, self._memory)
+        if not is_due and all(a is b for a, b in zip(basis, self._published_on, strict=True)):
+            return
         groups = {group.name: group for group in seen.groups}
         self._patterns = {p.slot: p.places for p in decision.patterns}
         leaving = {release.slot for release in self._memory.releases.values()}
@@ -860,10 +964,6 @@ class Scaler(Service):
             if record.node is not None
         ]
         news = (slots, group_news, node_news)
-        is_due = (
-            self._published_at is None
-            or now - self._published_at >= self._config.publish_seconds - 1e-6
-        )
         if is_due or news != self._published:
             until = now + 3 * self._config.publish_seconds
             plans = self._writer.parts(Plan, until, "slots", slots, per_part=500)
@@ -883,6 +983,7 @@ class Scaler(Service):
             for message in (*plans, *capacities):
                 await self.bus.publish(message, cluster=self._cluster)
             self._published_at, self._published = now, news
+        self._published_on = basis
         for release in self._memory.releases.values():
             self._announced.setdefault(release.instance_id, now)
 
@@ -953,7 +1054,10 @@ class Scaler(Service):
             self._untold.popleft()
 
 
-def _live(pod: PodView) -> _Live:
+def _live(pod: PodView) -> _Live | None:
+    """None: it takes no room anywhere yet."""
+    if not pod.node and not pod.slot:
+        return None
     requests = pod.requests
     shape = ""
     if pod.attempt is not None:
@@ -962,4 +1066,5 @@ def _live(pod: PodView) -> _Live:
             memory_bytes=requests.memory_bytes,
             scratch_bytes=requests.scratch_bytes,
         ).key
-    return _Live(node=pod.node, slot=pod.slot, shape=shape, requests=requests)
+    place = ("node", pod.node) if pod.node else ("slot", pod.slot)
+    return _Live(place=place, shape=shape, requests=requests)
