@@ -499,6 +499,25 @@ def test_many_short_pods_all_end_as_they_should(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_without_the_kernels_help_ends_are_seen_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: int) -> int:
+        raise OSError("not on this system")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+
+    async def test(cluster: LocalCluster) -> None:
+        assert (await ended(cluster, a_pod("sh", "-c", "exit 4"))).exit_code == 4
+        pod = await cluster.create(a_pod("sleep", "60", index=1))
+        await pod_in(cluster, pod, PodPhase.RUNNING)
+        version = (await cluster.pods_since(0)).version
+        assert await cluster.delete(pod.name, pod.uid, 0.0)
+        assert (await gone(cluster, pod, version)).exit_code == 137
+
+    run(tmp_path, test)
+
+
 async def _nothing(_: LocalCluster) -> None:
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,7 @@ class FakeCloud:
 
     async def terminate(self, group: str, instance_id: str) -> None:
         self._call("terminate", instance_id)
+        assert not any(pod.node == f"n-{instance_id}" for pod in self.pods.values()), "in use"
         if self.machines.pop(instance_id, None) is not None:
             self.sizes[group] -= 1
 
@@ -730,6 +732,70 @@ def test_a_cordon_that_a_death_cut_off_is_made_up_for() -> None:
     simulate(test)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_fails_no_pod_is_cut_off_and_no_machine_is_left(seed: int) -> None:
+    """Demand comes and goes, pods bind late, calls fail, the scaler dies again and again."""
+    dice = random.Random(seed)
+
+    async def submit(world: World) -> None:
+        """A submitter that trusts the plan, with pods that bind up to 3 s after their creation."""
+        number = 0
+        while True:
+            await asyncio.sleep(dice.uniform(0.5, 3.0))
+            for slot in world.slots(SlotState.READY):
+                here = sum(pod.node == slot.node for pod in world.cloud.pods.values())
+                free = slot.places.get(SHAPE.key, 0) - here
+                if free > 0 and len(world.cloud.pods) < world.wanted:
+                    number += 1
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(dice.uniform(0.0, 3.0), bind, world, slot.node, f"p{number}")
+
+    def bind(world: World, node: str, name: str) -> None:
+        view = world.cloud.node_views.get(node)
+        if view is not None and not view.cordoned:
+            world.cloud.run_pod(node, name)
+            lasts = dice.uniform(5.0, 400.0)
+            asyncio.get_running_loop().call_later(lasts, world.cloud.pods.pop, name, None)
+
+    async def test(world: World) -> None:
+        submitting = world.tasks.create_task(submit(world), name="submitter")
+        away = TransientError(Reason.CLUSTER_UNAVAILABLE)
+        for _ in range(40):
+            world.wanted = dice.choice([0, 0, 1, 5, 20, 60])
+            for _ in range(dice.randrange(4)):
+                name = f"i-{dice.randrange(1, 30)}"
+                world.cloud.fail("terminate", name, away)
+                world.cloud.fail(dice.choice(["cordon", "label", "delete"]), f"n-{name}", away)
+                group = dice.choice(world.cloud.names)
+                reason = dice.choice([Reason.CAPACITY, Reason.QUOTA])
+                world.cloud.fail("set_size", group, PermanentError(reason))
+            if dice.random() < 0.3:
+                world.state.faults.fail_next(1, "save", after_effect=dice.random() < 0.5)
+            await asyncio.sleep(dice.uniform(1.0, 120.0))
+            if dice.random() < 0.5:
+                await world.crash()
+                world.begin()
+        world.wanted = 0
+        submitting.cancel()
+        await world.until(lambda: not world.cloud.pods, 500)
+        world.cloud.faults.clear()
+        await world.until(lambda: not world.cloud.machines and not world.cloud.node_views, 1200)
+        await asyncio.sleep(60)
+        assert set(world.cloud.sizes.values()) <= {0}
+        document = await world.state.load("scaler.c1")
+        assert document is None or document.body == b"{}"
+
+    world = simulate(test)
+    # Everything that was ever launched is told as launched and as gone.
+    launched = {event.slot for event in world.events if event.state is NodeState.LAUNCHED}
+    gone = [event for event in world.events if event.state is NodeState.RELEASED]
+    assert world.cloud.launched > 0
+    assert {event.node.removeprefix("n-") for event in gone} == {
+        f"i-{number}" for number in range(1, world.cloud.launched + 1)
+    }
+    assert {event.slot for event in gone} <= launched
+
+
 def test_who_has_lost_the_lease_changes_nothing_more() -> None:
     async def test(world: World) -> None:
         await world.with_nodes(1)
@@ -749,11 +815,25 @@ def test_who_has_lost_the_lease_changes_nothing_more() -> None:
 
 
 def test_facts_that_nobody_takes_yet_are_told_later() -> None:
+    """A coordinator that has never run has no queue: its facts wait for it here."""
+
     async def run() -> None:
-        async with a_world() as world:
-            await asyncio.sleep(1)
-            assert world.broker is not None
-            await world.with_nodes(1)
-            assert NodeState.JOINED in world.states_of("n-i-1")
+        world = World()
+        async with asyncio.TaskGroup() as tasks:
+            world.tasks = tasks
+            world.begin()
+            world.wanted = 4
+            saying = tasks.create_task(world.say_demand(), name="demand")
+            await asyncio.sleep(100)
+            facts = Subscription(queue="facts", types=(NodeEvents, VacateEvents), cluster="c1")
+            async with world.bus.subscribe(facts) as inbox:
+                listening = tasks.create_task(world.listen(inbox), name="facts")
+                await world.until(lambda: len(world.events) == 2, 20)
+                world.stop.set()
+                assert world.scaler is not None
+                await asyncio.wait([world.scaler])
+                listening.cancel()
+                saying.cancel()
+        assert [event.state for event in world.events] == [NodeState.LAUNCHED, NodeState.JOINED]
 
     run_virtual(run())
