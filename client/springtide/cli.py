@@ -136,7 +136,8 @@ def _seconds(text: str) -> float | None:
 def _print(renderable: object) -> None:
     from rich.console import Console
 
-    Console().print(renderable)
+    # Into a file or a pipe lines may be long: nobody wants a table folded for a screen there.
+    Console(width=None if sys.stdout.isatty() else 240).print(renderable)
 
 
 # ---------------------------------------------------------------- jobs

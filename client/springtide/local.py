@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from springtide import connection
 from springtide.errors import ExpiredError, LocalError, SpringtideClientError
-from springtide_shared.errors import SpringtideError
+from springtide_shared.errors import InvalidFieldError, SpringtideError
 
 if TYPE_CHECKING:
     from springtide_lab.demo import DemoSummary, DemoView
@@ -64,7 +64,10 @@ async def _tell_when_ready(home: Path) -> None:
 
 
 def _local(error: SpringtideError) -> LocalError:
-    return LocalError(error.detail or str(error), reason=error.reason.value)
+    remedy = ""
+    if isinstance(error, InvalidFieldError):
+        remedy = "use `springtide up --port 0`" if error.field == "port" else error.remedy
+    return LocalError(error.detail or str(error), reason=error.reason.value, remedy=remedy)
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -208,7 +208,8 @@ def results_table(results: Iterable[TaskResult]) -> Table:
 def _table(*names: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
-        table.add_column(name, overflow="fold")
+        # An id that is cut in two cannot be copied.
+        table.add_column(name, overflow="fold", no_wrap=name == "id")
     return table
 
 
