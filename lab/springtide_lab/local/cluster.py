@@ -99,6 +99,8 @@ class _Pod:
     directory: Path
     version: int = 0
     process: subprocess.Popen[bytes] | None = None
+    record: ProcessRecord | None = None
+    """Of the process, while there is one."""
     task: asyncio.Task[None] | None = None
     """Runs the process; set once the pod is bound."""
     verdict: tuple[str, str] = ("", "")
@@ -546,14 +548,14 @@ class LocalCluster:
         uid, directory = pod.view.uid, pod.directory
         command = [*self._agent_command, "exec", "--pod", str(directory / "pod.json")]
         process = start(command, uid, directory, directory / "agent.log")
+        pod.process, pod.record = process, record_of(uid, process.pid)
         try:
-            _replace(directory / "process.json", msgspec.json.encode(record_of(uid, process.pid)))
-            pod.process = process
+            _replace(directory / "process.json", msgspec.json.encode(pod.record))
             self._touch(pod, phase=PodPhase.RUNNING, started_at=self._clock.now())
             await ended(process)
         finally:
-            pod.process = None
-            left = kill_pod(uid, process.pid)  # before the leader is reaped: its number is ours
+            left = kill_pod(pod.record)  # before the leader is reaped: its number is ours
+            pod.process = pod.record = None
             if left:
                 self._log.info("pod.stragglers_ended", pod=pod.view.name, processes=left)
             process.wait(_REAP_LIMIT_SECONDS)
@@ -561,8 +563,8 @@ class LocalCluster:
 
     def _kill(self, pod: _Pod) -> None:
         """SIGKILL to all of a pod; its task sees the end."""
-        if pod.process is not None:
-            kill_pod(pod.view.uid, pod.process.pid)
+        if pod.record is not None:
+            kill_pod(pod.record)
         elif pod.task is not None and not pod.task.done() and not pod.verdict[0]:
             pod.verdict = ("Error", "ended before its process began")
 
@@ -593,10 +595,12 @@ class LocalCluster:
         """
         while True:
             await asyncio.sleep(self._memory_poll_seconds)
-            leaders = dict(self.pod_processes())
-            if not leaders:
+            records = [pod.record for pod in self._pods.values() if pod.record is not None]
+            if not records:
                 continue
-            for uid, processes in ProcessTable.take().of_pods(leaders).items():
+            leaders = {record.pod_uid: record.pid for record in records}
+            table = ProcessTable.take(since=min(record.started_at for record in records))
+            for uid, processes in table.of_pods(leaders).items():
                 pod = self._pods.get(uid)
                 charged = [item for item in processes if item.pid != leaders[uid]]
                 used = resident_bytes(charged)

@@ -27,6 +27,10 @@ _POLL_SECONDS: Final = 0.05
 """Where the system cannot tell of a process's end."""
 
 
+_TICK_SECONDS: Final = 0.02
+"""Start times are told in clock ticks."""
+
+
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Enough to find a pod's processes after the death of who started them."""
 
@@ -98,12 +102,17 @@ class ProcessTable:
     """Number → (process, its parent's number, its session)."""
 
     @staticmethod
-    def take() -> ProcessTable:
-        """Read it; a few milliseconds for some hundred processes."""
+    def take(since: float = 0.0) -> ProcessTable:
+        """Read it; `since`: only processes that began then or later, the system's time.
+
+        A pod's processes all began after its first one, and start times are remembered from one
+        table to the next, so that on a busy machine this costs little.
+        """
         rows: dict[int, tuple[psutil.Process, int, int]] = {}
-        for process in psutil.process_iter(["ppid"]):
+        for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
-                rows[process.pid] = (process, process.info["ppid"], os.getsid(process.pid))
+                if process.create_time() >= since:
+                    rows[process.pid] = (process, process.ppid(), os.getsid(process.pid))
         return ProcessTable(rows)
 
     def of_pods(self, leaders: Mapping[str, int]) -> dict[str, list[psutil.Process]]:
@@ -131,17 +140,17 @@ class ProcessTable:
         return found
 
 
-def kill_pod(pod_uid: str, leader: int) -> int:
+def kill_pod(record: ProcessRecord) -> int:
     """SIGKILL to everything of a pod, also to what left its group or its session.
 
     Call it before the leader is reaped. Returns how many processes besides the leader were there.
     A process that forks while it is looked for is found in the next round.
     """
-    others = 0
+    others, pod_uid, leader = 0, record.pod_uid, record.pid
     for _ in range(5):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
-        table = ProcessTable.take()
+        table = ProcessTable.take(since=record.started_at - _TICK_SECONDS)
         members = {item.pid: item for item in table.of_pods({pod_uid: leader})[pod_uid]}
         members |= {item.pid: item for uid, item in table.marked() if uid == pod_uid}
         members.pop(leader, None)
