@@ -16,10 +16,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
+from benchmarks.registry import Figure, data_folder
 from springtide_coordinator.config import Config
 from springtide_coordinator.keeper import Keeper
 from springtide_coordinator.model import Job, Rules
@@ -44,6 +45,7 @@ from springtide_shared.messages import (
     parse_job,
 )
 from springtide_shared.ports.bus import Subscription
+from springtide_shared.runtime import logs
 
 TASKS: Final = 1_000_000
 RETRIED: Final = 300_000
@@ -101,8 +103,8 @@ async def _submit(stack: _Stack, job_id: str, size: int) -> float:
         return seconds
 
 
-async def _intake() -> list[dict[str, Any]]:
-    with TemporaryDirectory() as folder:
+async def _intake() -> list[Figure]:
+    with TemporaryDirectory(dir=data_folder()) as folder:
         async with _stack(Path(folder)) as stack:
             seconds = await _submit(stack, "million", TASKS)
             size = await stack.ledger.size_bytes()
@@ -112,8 +114,9 @@ async def _intake() -> list[dict[str, Any]]:
     ]
 
 
-def intake_1m() -> list[dict[str, Any]]:
+def intake_1m() -> list[Figure]:
     """Accept an array of a million tasks, one message; and its cost until tasks start."""
+    logs.setup("warning")
     return asyncio.run(_intake())
 
 
@@ -136,7 +139,7 @@ def _event(index: int, attempt: int, state: AttemptState, reason: Reason | None)
     )
 
 
-async def _settle_all(tasks: int, retried: int) -> list[dict[str, Any]]:
+async def _settle_all(tasks: int, retried: int) -> list[Figure]:
     """Every task through dispatch, running and its end; scattered ones through failures first."""
     rng = random.Random(5)
     trouble: dict[int, list[Reason]] = {}
@@ -144,7 +147,7 @@ async def _settle_all(tasks: int, retried: int) -> list[dict[str, Any]]:
     for index in rng.sample(range(tasks), retried):
         trouble[index] = [rng.choice(kinds) for _ in range(rng.choice([1, 1, 1, 2]))]
     clock = SystemClock()
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(dir=data_folder()) as folder:
         url = f"sqlite:///{Path(folder) / 'ledger.db'}"
         async with SqlLedger.open(url, migrate=True) as ledger:
             keeper = Keeper(ledger, clock, Rules(retry_pause_seconds=0.0), "bench")
@@ -214,7 +217,7 @@ async def _settle_all(tasks: int, retried: int) -> list[dict[str, Any]]:
     ]
 
 
-def ledger_bytes_per_task(tasks: int = TASKS, retried: int = RETRIED) -> list[dict[str, Any]]:
+def ledger_bytes_per_task(tasks: int = TASKS, retried: int = RETRIED) -> list[Figure]:
     """Ledger bytes per task after all have settled, with scattered retries of four kinds."""
     return asyncio.run(_settle_all(tasks, retried))
 
@@ -256,9 +259,9 @@ async def _play_submitter(stack: _Stack, seen: dict[str, float], places: int) ->
                 await delivery.ack()
 
 
-async def _neighbours(seconds: float) -> list[dict[str, Any]]:
+async def _neighbours(seconds: float) -> list[Figure]:
     latencies: list[float] = []
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(dir=data_folder()) as folder:
         async with _stack(Path(folder)) as stack:
             seen: dict[str, float] = {}
             edge = asyncio.create_task(_play_submitter(stack, seen, 20_000), name="submitter")
@@ -313,6 +316,7 @@ async def _neighbours(seconds: float) -> list[dict[str, Any]]:
     ]
 
 
-def neighbour_dispatch(seconds: float = 20.0) -> list[dict[str, Any]]:
+def neighbour_dispatch(seconds: float = 20.0) -> list[Figure]:
     """From submit to slice of another tenant's small jobs, while a million tasks are settled."""
+    logs.setup("warning")
     return asyncio.run(_neighbours(seconds))
