@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -37,6 +37,8 @@ from springtide_shared.messages import (
     TaskTemplate,
 )
 
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no failure."""
 CLUSTERS = ("east", "north", "west")
 SHAPES = tuple(Shape(cpu_millis=1000 * n, memory_bytes=n) for n in (1, 2, 4))
 RULES = Rules(free_limit=5, retry_pause_seconds=1.0, retry_pause_most_seconds=8.0, fold_rows=4)
@@ -85,6 +87,7 @@ rooms = st.dictionaries(
 )
 
 
+@PATIENT
 @given(candidates, rooms, st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 20)))
 def test_dispatch_keeps_every_limit_and_leaves_no_room_unused(
     waiting: list[Candidate], room: dict[tuple[str, str], int], parallel: dict[str, int]
@@ -144,7 +147,7 @@ def test_priority_goes_before_fairness_and_age() -> None:
     st.lists(st.integers(0, 5_000), unique=True, max_size=1_500).map(sorted),
     st.none() | st.integers(0, 16_000),
 )
-@settings(deadline=None, max_examples=30)
+@settings(PATIENT, max_examples=30)
 def test_slices_hold_every_task_once_and_fit_into_messages(
     indices: list[int], item_size: int | None
 ) -> None:
@@ -168,6 +171,7 @@ capacities = st.dictionaries(
 )
 
 
+@PATIENT
 @given(
     st.lists(
         st.builds(
@@ -206,6 +210,7 @@ def test_no_two_clusters_are_asked_for_the_same_task(
     assert sum(both.shares.values()) <= sum(one.count for one in backlogs)
 
 
+@PATIENT
 @given(st.integers(0, 10_000), st.dictionaries(st.sampled_from("abcde"), st.floats(0, 1e6)))
 def test_a_split_gives_out_everything_in_proportion(count: int, weights: dict[str, float]) -> None:
     shares = policy.split(count, weights)
@@ -248,6 +253,7 @@ def test_only_two_absences_far_enough_apart_condemn() -> None:
 # ---------------------------------------------------------------- pauses
 
 
+@PATIENT
 @given(st.integers(1, 1_000), st.integers(0, 999_999))
 def test_pauses_grow_up_to_their_limit(times: int, index: int) -> None:
     pause = policy.pause_before(times, index, RULES)
@@ -495,4 +501,4 @@ class TasksLive(RuleBasedStateMachine):
 
 
 TestTasksLive = TasksLive.TestCase
-TestTasksLive.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestTasksLive.settings = settings(PATIENT, max_examples=150, stateful_step_count=50)

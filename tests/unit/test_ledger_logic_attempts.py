@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from springtide_shared.errors import Reason
@@ -20,6 +20,8 @@ from springtide_shared.ledger.attempts import (
 )
 from springtide_shared.messages import AttemptEvent, AttemptState
 
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no failure."""
 ENDS = sorted(reason for reason in Reason)
 
 events = st.builds(
@@ -44,6 +46,7 @@ def merged(facts: list[Facts], start: Attempt | None = None) -> Attempt:
     return reduce(Attempt.merge, facts, start or Attempt())
 
 
+@PATIENT
 @given(news, st.randoms(use_true_random=False))
 def test_any_order_and_any_repetition_ends_the_same(facts: list[Facts], random: object) -> None:
     shuffled = facts + facts[: len(facts) // 2]
@@ -51,6 +54,7 @@ def test_any_order_and_any_repetition_ends_the_same(facts: list[Facts], random: 
     assert merged(shuffled).known == merged(facts).known
 
 
+@PATIENT
 @given(news, news)
 def test_what_is_known_never_goes_back(before: list[Facts], after: list[Facts]) -> None:
     first = merged(before)
@@ -62,6 +66,7 @@ def test_what_is_known_never_goes_back(before: list[Facts], after: list[Facts]) 
     assert is_other_pod or second.known >= first.known
 
 
+@PATIENT
 @given(news)
 def test_merging_what_is_known_changes_nothing(facts: list[Facts]) -> None:
     attempt = merged(facts)

@@ -7,7 +7,7 @@ import hashlib
 import random
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from springtide_shared.adapters.memory_ledger import InMemoryLedger
@@ -34,6 +34,8 @@ from springtide_shared.ledger.views import TaskState
 from springtide_shared.messages import JobSpec, JobState, RetrySpec, Shape, TaskTemplate
 from springtide_shared.ports.ledger import CHUNK_TASKS, Changes, ChunkRow, JobRow, TaskRow
 
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no failure."""
 charges = st.tuples(*[st.integers(0, 300)] * len(CHARGES))
 
 
@@ -73,8 +75,8 @@ def remembered(record: TaskRecord) -> tuple[object, ...]:
 tables = st.dictionaries(st.integers(0, CHUNK_TASKS - 1), settled_records(), max_size=30)
 
 
+@PATIENT
 @given(tables, tables, st.integers(0, 244))
-@settings(deadline=None)
 def test_a_chunk_gives_back_what_was_folded_in(
     first: dict[int, TaskRecord], second: dict[int, TaskRecord], number: int
 ) -> None:
@@ -202,7 +204,7 @@ def test_every_reason_is_charged_to_one_class() -> None:
     first=st.integers(0, 9_000),
     limit=st.integers(1, 5_000),
 )
-@settings(deadline=None, max_examples=25)
+@settings(PATIENT, max_examples=25)
 def test_readers_find_every_task_once_wherever_it_is_kept(
     size: int, watermark: float, cancelled: bool, seed: int, first: int, limit: int
 ) -> None:
