@@ -31,6 +31,7 @@ from springtide_shared.messages import (
     Capacity,
     Credit,
     Demand,
+    GroupCapacity,
     Inventory,
     JobAnswer,
     JobCancel,
@@ -425,6 +426,31 @@ def test_out_of_memory_asks_for_more() -> None:
         await world.end("east", "j", [0], 2, Reason.COMPLETED)
         assert (await world.view("j")).state is JobState.SUCCEEDED
         assert world.coordinator._keeper.book.live == {}
+
+    in_world(scenario, "east")
+
+
+def test_no_more_memory_is_asked_for_than_the_largest_node_has() -> None:
+    async def scenario(world: World) -> None:
+        await world.submit("j", 1)
+        group = GroupCapacity(
+            group="g",
+            instance_type="t",
+            cpu_millis=4000,
+            memory_bytes=300 * 1024**2,
+            price_per_hour=1,
+            size=0,
+            max_size=9,
+            boot_seconds=60,
+        )
+        await world.bus.publish(
+            Capacity(cluster="east", epoch=1, seq=1, valid_until=FAR, groups=[group])
+        )
+        await world.credit("east", 1)
+        await world.end("east", "j", [0], 1, Reason.OUT_OF_MEMORY)
+        await world.credit("east", 1)
+        _, again = await world.runs("east")
+        assert (again.attempt, again.template.shape) == (2, SHAPE)
 
     in_world(scenario, "east")
 

@@ -97,7 +97,9 @@ class Keeper:
         self._outbox_ids = 0
         self._seq: dict[str, int] = {}
         self._seq_kept: dict[str, int] = {}
-        self.book = Book(rules)
+        self.largest: dict[str, int] = {}
+        """Cluster → memory of its largest node; outlives a book that is read anew."""
+        self.book = Book(rules, self.largest)
         self.epoch = 0
         self.unsent: dict[str, Outgoing] = {}
         """Promised and committed, oldest first."""
@@ -209,7 +211,7 @@ class Keeper:
 
     async def _load(self) -> None:
         """The book as the ledger has it."""
-        book = Book(self._rules)
+        book = Book(self._rules, self.largest)
         after = ""
         while rows := await self._ledger.jobs(active=True, limit=_PAGE, after=after):
             after = rows[-1].job_id

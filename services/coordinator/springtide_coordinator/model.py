@@ -8,7 +8,7 @@ sums in step; each is O(1) per task, whatever the size of the array. What is cha
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -41,8 +41,10 @@ class Rules:
 class Book:
     """All active jobs, and what their live attempts add up to."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, largest: Mapping[str, int] | None = None) -> None:
         self.rules = rules
+        self.largest: Mapping[str, int] = {} if largest is None else largest
+        """Cluster → memory of its largest node in bytes, as far as it has said."""
         self.jobs: dict[str, Job] = {}
         self.live: dict[tuple[str, str], int] = {}
         """(cluster, shape key) → live attempts."""
@@ -240,9 +242,20 @@ class Job:
         self.body.live -= 1
         record.phase = Phase.QUEUED
         if raise_memory:
-            record.level = min(record.level + 1, self.book.rules.memory_raises)
+            record.level += self._may_raise(record.level)
         self._enter_queue(index, record, now)
         self.dirty[index] = None
+
+    def _may_raise(self, level: int) -> bool:
+        """Whether more memory may be asked for: not more than the largest node that may run it."""
+        if level >= self.book.rules.memory_raises:
+            return False
+        largest = [
+            most
+            for cluster, most in self.book.largest.items()
+            if not self.spec.clusters or cluster in self.spec.clusters
+        ]
+        return not largest or self.shape(level + 1).memory_bytes <= max(largest)
 
     def settle(self, index: int, record: TaskRecord, phase: Phase) -> None:
         """The task is done: from the queue, from a live attempt, or from another verdict."""

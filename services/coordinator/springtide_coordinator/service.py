@@ -690,7 +690,12 @@ class Coordinator(Service):
                     self._wake_dispatch()
             elif isinstance(message, Capacity):
                 self._meet(message.cluster)
-                self._capacities.take(message)
+                capacity = self._capacities.take(message)
+                if capacity is not None:
+                    self._keeper.largest[message.cluster] = max(
+                        (group.memory_bytes for part in capacity.parts for group in part.groups),
+                        default=0,
+                    )
             elif isinstance(message, Inventory):
                 self._meet(message.cluster)
                 edition = self._inventories.take(message)
