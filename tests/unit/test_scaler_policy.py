@@ -440,11 +440,15 @@ def test_idle_clocks_begin_again_after_work() -> None:
 
 
 def test_release_waits_for_the_idle_time_but_not_for_vacated_machines() -> None:
-    due = due_for_release({"a": 0.0, "b": 50.0, "v": 59.0}, ["v"], 60.0, RULES)
-    assert due == [("v", "vacated"), ("a", "idle")]
-    assert due_for_release({"a": 0.0, "b": 0.0}, [], 60.0, replace(RULES, max_release=1)) == [
-        ("a", "idle")
-    ]
+    idle = {"a": 0.0, "b": 50.0, "v": 59.0}
+    assert due_for_release(idle, ["v"], 0, 60.0, RULES) == [("v", "vacated"), ("a", "idle")]
+
+
+def test_no_more_machines_are_on_their_way_out_than_can_be_remembered() -> None:
+    idle = {"a": 1.0, "b": 0.0, "c": 2.0}
+    rules = replace(RULES, max_releasing=7)
+    assert due_for_release(idle, [], 5, 100.0, rules) == [("b", "idle"), ("a", "idle")]
+    assert due_for_release(idle, [], 8, 100.0, rules) == []
 
 
 def test_a_fresh_read_is_trusted_only_some_time_after_the_announcement() -> None:

@@ -312,6 +312,11 @@ class World:
     def slots(self, state: SlotState) -> list[Slot]:
         return [slot for slot in (self.plan.slots if self.plan else []) if slot.state is state]
 
+    @property
+    def slots_now(self) -> list[NodeView]:
+        """Nodes that are labelled with a slot."""
+        return [node for node in self.cloud.node_views.values() if node.slot]
+
     def states_of(self, node: str) -> list[NodeState]:
         return [event.state for event in self.events if event.node == node]
 
@@ -812,6 +817,35 @@ def test_who_has_lost_the_lease_changes_nothing_more() -> None:
     with pytest.raises(ExceptionGroup) as failed:
         simulate(test)
     assert failed.group_contains(PermanentError, match="lease")
+
+
+def test_a_memory_that_cannot_be_read_is_refused_by_name() -> None:
+    async def run() -> None:
+        world = World()
+        await world.state.save("scaler.c1", b'{"releases": 7}', 0)
+        async with asyncio.TaskGroup() as tasks:
+            world.tasks = tasks
+            world.begin()
+
+    with pytest.raises(ExceptionGroup) as failed:
+        run_virtual(run())
+    assert failed.group_contains(PermanentError, match=r"scaler\.c1")
+
+
+def test_a_thousand_nodes_come_and_go_within_the_limits_of_messages_and_memory() -> None:
+    async def test(world: World) -> None:
+        world.cloud.max_size = 2_000
+        world.wanted = 4_800
+        await world.until(lambda: len(world.slots_now) == 1_200, 200)
+        await world.crash()
+        world.begin()
+        told = len(world.events)
+        await world.until(lambda: len(world.events) >= told + 2_400, 120)
+        world.wanted = 0
+        await world.until(lambda: not world.cloud.machines, 300)
+        await world.until(lambda: not world.cloud.node_views, 60)
+
+    simulate(test)
 
 
 def test_facts_that_nobody_takes_yet_are_told_later() -> None:

@@ -32,7 +32,9 @@ class ScalerConfig:
     of boot and release. 0: buy for anything. Work of unknown length is always bought for."""
     max_launch_per_round: int = 100
     """Machines ordered in one round at most; the clouds' token buckets are of this size."""
-    max_release_per_round: int = 100
+    max_releasing: int = 500
+    """Machines on their way out at one time: each is remembered until it is gone, in one document
+    of limited size (256 KiB)."""
     join_limit_seconds: float = 600.0
     """A machine that is no ready node by then is terminated and its group backed off. At least
     three times the group's usual boot time in any case."""
@@ -59,7 +61,7 @@ class ScalerConfig:
         for name, least in (
             ("worth_factor", 0),
             ("max_launch_per_round", 1),
-            ("max_release_per_round", 1),
+            ("max_releasing", 1),
         ):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}")
@@ -71,7 +73,7 @@ class ScalerConfig:
             worth_factor=self.worth_factor,
             release_seconds=self.idle_seconds + self.release_seconds,
             max_launch=self.max_launch_per_round,
-            max_release=self.max_release_per_round,
+            max_releasing=self.max_releasing,
             idle_seconds=self.idle_seconds,
             settle_seconds=self.settle_seconds,
             join_limit_seconds=self.join_limit_seconds,

@@ -40,7 +40,7 @@ class Rules:
     release_seconds: float = 90.0
     """From the last task's end to the machine's, paid for nothing."""
     max_launch: int = 100
-    max_release: int = 100
+    max_releasing: int = 500
     idle_seconds: float = 60.0
     settle_seconds: float = 2.0
     join_limit_seconds: float = 600.0
@@ -413,11 +413,16 @@ def idle_clocks(before: Mapping[str, float], idle: Sequence[str], now: float) ->
 
 
 def due_for_release(
-    idle_since: Mapping[str, float], vacated: Sequence[str], now: float, rules: Rules
+    idle_since: Mapping[str, float],
+    vacated: Sequence[str],
+    in_flight: int,
+    now: float,
+    rules: Rules,
 ) -> list[tuple[str, str]]:
     """(Instance id, reason) of machines to release now, those idle the longest first.
 
-    `vacated`: empty machines that somebody wishes to be gone; they need not wait.
+    `vacated`: empty machines that somebody wishes to be gone; they need not wait. `in_flight`:
+    releases that are under way already.
     """
     due = [(instance_id, "vacated") for instance_id in vacated]
     due += [
@@ -425,7 +430,7 @@ def due_for_release(
         for instance_id, since in sorted(idle_since.items(), key=lambda item: (item[1], item[0]))
         if now - since >= rules.idle_seconds and instance_id not in vacated
     ]
-    return due[: rules.max_release]
+    return due[: max(0, rules.max_releasing - in_flight)]
 
 
 def is_settled(announced_at: float | None, now: float, rules: Rules) -> bool:

@@ -94,7 +94,11 @@ from springtide_shared.units import Resources
 _UNTOLD_KEPT: Final = 5_000
 """Facts that no queue takes yet; older ones are dropped, since capacity says all nodes again."""
 _PAST_VACATES_KEPT: Final = 1_000
+_VACATES_KEPT: Final = 500
 _DECISIONS_SHOWN: Final = 20
+_EVENTS_PER_MESSAGE: Final = 500
+"""After a restart all nodes are told again; a body holds some thousand."""
+_NODES_PER_PART: Final = 4_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +236,16 @@ class Scaler(Service):
         self._writer = SnapshotWriter(self._cluster, self._epoch)
         document = await self._state.load(self._key)
         if document is not None:
-            self._memory = msgspec.json.decode(document.body, type=Memory)
+            try:
+                self._memory = msgspec.json.decode(document.body, type=Memory)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise PermanentError(
+                    Reason.MALFORMED,
+                    "what the last life wrote down cannot be read; look at the document, and"
+                    " delete it to begin afresh (nodes cordoned for release then stay cordoned)",
+                    document=self._key,
+                    fault=str(error),
+                ) from error
             self._memory_version = document.version
         self._began = self.clock.now()
 
@@ -319,6 +332,8 @@ class Scaler(Service):
         if node is None or node.group not in groups:
             return self._answer(wish.vacate_id, wish.node, VacateStep.REFUSED, Reason.UNKNOWN_NODE)
         before = self._memory.vacates.get(node.name)
+        if before is None and len(self._memory.vacates) >= _VACATES_KEPT:
+            return self._answer(wish.vacate_id, wish.node, VacateStep.REFUSED, Reason.LIMIT_REACHED)
         release = self._memory.releases.get(node.provider_id)
         was_cordoned = node.cordoned
         if before is not None:
@@ -595,7 +610,9 @@ class Scaler(Service):
             elif record.slot not in needed:
                 idle[instance_id] = record
         self._idle_since = idle_clocks(self._idle_since, list(idle), now)
-        due = due_for_release(self._idle_since, vacated, now, self._rules)
+        due = due_for_release(
+            self._idle_since, vacated, len(self._memory.releases), now, self._rules
+        )
         if not due:
             return
         groups = {group.name: group for group in seen.groups}
@@ -972,7 +989,7 @@ class Scaler(Service):
                 until,
                 "nodes",
                 node_news,
-                per_part=5_000,
+                per_part=_NODES_PER_PART,
                 groups=group_news,
                 shapes=[
                     ShapePlaces(shape=key, most=most_places(self._shapes[key], seen.groups))
@@ -1029,8 +1046,8 @@ class Scaler(Service):
 
     async def _tell_events(self) -> None:
         """Publish the steps of nodes' lives; what could not be said is said in the next round."""
-        if self._events:
-            events = list(self._events)
+        while self._events:
+            events = self._events[:_EVENTS_PER_MESSAGE]
             await self._tell(NodeEvents(cluster=self._cluster, events=events))
             del self._events[: len(events)]
 
