@@ -575,7 +575,10 @@ open(os.environ["SPRINGTIDE_OUTPUT_DIR"] + "/value.txt", "w")
 """
     spec = msgspec.structs.replace(ATOMIC, every_seconds=0.05)
     one = pod(command=[sys.executable, "-S", "-c", code, "1000"], checkpoint=spec).start()
-    until(lambda: len(one.manifests()) >= 1, "a first checkpoint")
+    until(
+        lambda: one.manifests() and "n" in [file.path for file in one.manifests()[0].files],
+        "every checkpoint that is kept holds the number",
+    )
     parts = one.object(part_key(JOB, 7, "x")).parent
     old = one.manifests()
     named = {file.sha256 for manifest in old for file in manifest.files}
@@ -674,4 +677,5 @@ def test_secrets_of_springtide_do_not_reach_the_program(
     assert one.run() == 0
     names = one.object(output_key(JOB, 7, 1, "value.txt")).read_text()
     assert "SPRINGTIDE_STORE_PASSWORD" not in names
+    assert "SPRINGTIDE_POD_UID" in names, "clusters find stray processes by it"
     assert "PATH" in names

@@ -235,6 +235,8 @@ class Agent:
             "SPRINGTIDE_JOB_ID": key.job_id,
             "SPRINGTIDE_TASK_INDEX": str(key.index),
             "SPRINGTIDE_ATTEMPT": str(key.attempt),
+            # The mark by which a cluster finds what left the pod's session.
+            "SPRINGTIDE_POD_UID": self._doc.pod_uid,
             "SPRINGTIDE_INPUT_DIR": str(self._input_dir),
             "SPRINGTIDE_OUTPUT_DIR": str(self._output_dir),
             "SPRINGTIDE_CHECKPOINT_DIR": str(self._checkpoint_dir),
