@@ -137,6 +137,11 @@ def fault(status: int, body: bytes, url: str) -> SpringtideClientError:
     try:
         problem = msgspec.json.decode(body, type=Problem)
     except msgspec.DecodeError:
+        if is_worth_another_try(status):
+            return UnreachableError(
+                f"{url} is busy, or a proxy before it finds nobody (status {status})",
+                remedy="try again in a minute",
+            )
         return UnreachableError(
             f"{url} answered with status {status} and no reason: it is no springtide",
             remedy="check --url",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import time
@@ -115,8 +116,11 @@ def _emit_list(name: str, values: Iterable[object]) -> None:
     """`{"<name>": […]}` on stdout, an entry a line, however long it gets."""
     import msgspec
 
+    entries = iter(values)
+    # The first one before any output: a fault then leaves stdout empty.
+    first = list(itertools.islice(entries, 1))
     sys.stdout.write(f'{{"{name}": [')
-    for number, value in enumerate(values):
+    for number, value in enumerate(itertools.chain(first, entries)):
         sys.stdout.write(("," if number else "") + "\n" + msgspec.json.encode(value).decode())
     sys.stdout.write("\n]}\n")
     sys.stdout.flush()

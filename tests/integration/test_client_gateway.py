@@ -265,6 +265,7 @@ def test_faults_have_their_exit_codes(live: Live, run: Run, monkeypatch: Any) ->
     assert "another id" in err
     code, _, err = run("status", "unknown")
     assert (code, err) == (7, "springtide: no job of this id\n")
+    assert run("results", "unknown", "--json")[:2] == (7, "")
     assert run("logs", "one", "0")[0] == 7
     assert run("logs", "one", "5")[0] == 7
     assert run("cancel", "a/b")[0] == 7

@@ -147,3 +147,23 @@ def test_a_springtide_that_has_ended_is_told_as_such(tmp_path: Path) -> None:
     assert result.returncode == 4
     assert "has ended" in result.stderr
     assert "springtide up" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["up"], ["demo", "--tasks", "1"]])
+def test_without_the_lab_the_commands_that_need_it_say_so(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("springtide_lab", "springtide_lab.embedded", "springtide_lab.demo"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["springtide", *command])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert (ended.value.code, told.out) == (8, "")
+    assert "not installed" in told.err
+    assert "springtide[lab]" in told.err
+    assert list(tmp_path.iterdir()) == []

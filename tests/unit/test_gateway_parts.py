@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from springtide_gateway.config import GatewayConfig
 from springtide_gateway.desk import Desk
 from springtide_gateway.feeds import JobFeed
-from springtide_gateway.policy import output_named, percent_encoded, status_of
+from springtide_gateway.policy import is_news, output_named, percent_encoded, status_of
 from springtide_gateway.tokens import ensure_tokens, parse_tokens, read_tokens
 from springtide_shared.adapters.clock import SeededIds
 from springtide_shared.adapters.memory_bus import InMemoryBus, MemoryBroker
@@ -24,6 +24,7 @@ from springtide_shared.errors import (
     Reason,
     TransientError,
 )
+from springtide_shared.httpapi import JobProgress
 from springtide_shared.messages.job import (
     JobAnswer,
     JobCancel,
@@ -159,6 +160,35 @@ def test_a_record_cannot_lend_another_tasks_object() -> None:
             outputs=[file],
         )
         assert (output_named(record, "a") is not None) is is_served
+
+
+counts = st.builds(
+    TaskCounts,
+    queued=st.integers(0, 3),
+    live=st.integers(0, 3),
+    succeeded=st.integers(0, 3),
+    failed=st.integers(0, 3),
+    cancelled=st.integers(0, 3),
+)
+progress = st.builds(
+    JobProgress,
+    id=st.just("j"),
+    state=st.sampled_from(JobState),
+    counts=counts,
+    at=st.floats(0, 10),
+)
+
+
+@given(st.lists(progress, max_size=10))
+def test_what_a_stream_shows_never_goes_back(events: list[JobProgress]) -> None:
+    shown: list[JobProgress] = []
+    for event in events:
+        if not shown or is_news(event, shown[-1]):
+            shown.append(event)
+    settled = [e.counts.succeeded + e.counts.failed + e.counts.cancelled for e in shown]
+    assert settled == sorted(settled)
+    assert not any(event.state.is_final for event in shown[:-1])
+    assert not any(is_news(event, event) for event in events)
 
 
 # ---------------------------------------------------------------- the desk, in virtual time

@@ -28,6 +28,8 @@ class GatewayConfig:
     """Life of one event stream; then it ends and the client asks again."""
     max_streams: int = 200
     """Event streams at once; further ones get 429."""
+    max_connections: int = 1_000
+    """Connections at once; further ones get 503 (in plain text: the server itself refuses them)."""
     max_waiting: int = 1_000
     """Submits and cancels that wait for the coordinator at once; further ones get 503."""
     token_reload_seconds: float = 30.0

@@ -108,6 +108,20 @@ def progress_of(view: JobView, now: float) -> JobProgress:
     return JobProgress(id=view.spec.id, state=view.state, counts=view.counts, at=now)
 
 
+def is_news(event: JobProgress, shown: JobProgress) -> bool:
+    """Whether to show `event` after `shown`: a late broadcast must not take progress back.
+
+    Tasks settle for good, so their number tells the order; the clocks of two machines would not.
+    """
+    if shown.state.is_final or _settled(event) < _settled(shown):
+        return False
+    return (event.state, event.counts) != (shown.state, shown.counts)
+
+
+def _settled(event: JobProgress) -> int:
+    return event.counts.succeeded + event.counts.failed + event.counts.cancelled
+
+
 def next_index(views: Sequence[TaskView], limit: int, end: int) -> int | None:
     """Where the next page begins; None if `views` reach the end of the array."""
     if len(views) < limit:

@@ -123,6 +123,7 @@ class Gateway(Service):
                 server_header=False,
                 ws="none",
                 backlog=_BACKLOG,
+                limit_concurrency=self.config.max_connections,
                 timeout_graceful_shutdown=max(1, round(self.config.stop_limit_seconds)),
             )
         )

@@ -11,6 +11,7 @@ import structlog
 from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, Receive, Scope, Send
 
 from springtide_gateway.feeds import JobFeed, Listener
+from springtide_gateway.policy import is_news
 from springtide_shared.errors import Reason, SpringtideError, TransientError
 from springtide_shared.httpapi import JobProgress
 from springtide_shared.ports.store import ObjectStore
@@ -80,7 +81,7 @@ class EventStream:
         while True:
             if event is None:
                 event = await self._read_now()
-            if event is not None and (shown is None or _is_news(event, shown)):
+            if event is not None and (shown is None or is_news(event, shown)):
                 shown = event
                 body = _event("progress", msgspec.json.encode(event))
             else:
@@ -98,13 +99,6 @@ class EventStream:
         except SpringtideError as error:
             _log.warning("event_stream.read_failed", error=str(error))
             return None  # a sign of life is sent; the next round reads again
-
-
-def _is_news(event: JobProgress, shown: JobProgress) -> bool:
-    """Whether to show `event` after `shown`: a late broadcast must not take a state back."""
-    if shown.at > event.at:
-        return False
-    return (event.state, event.counts) != (shown.state, shown.counts)
 
 
 def _event(name: str, data: bytes) -> bytes:
