@@ -640,20 +640,23 @@ async def test_while_the_store_is_down_the_attempt_is_finishing(world: World) ->
 @virtual
 async def test_a_vanished_pod_is_proved_or_blamed_on_its_node(world: World) -> None:
     await world.begin()
-    await world.plan(world.ready("s1", 2), world.ready("s2", 1))
-    await world.slice((0, 3))
+    await world.plan(world.ready("s1", 2), world.ready("s2", 1), world.ready("s3", 1))
+    await world.slice((0, 4))
     await asyncio.sleep(1)
     await run_all(world, "node-s1", 0, 1)
     await run_all(world, "node-s2", 2)
+    await run_all(world, "node-s3", 3)
     await world.record(world.pod(0))
     world.cluster.remove(world.pod(0).name)
     world.cluster.remove(world.pod(1).name)
     world.cluster.lose_node("node-s2")
+    world.cluster.lose_node("node-s3", stays=True)
     await asyncio.sleep(2)
     assert {key: end.reason for key, end in (await world.ends()).items()} == {
         (0, 1): Reason.COMPLETED,
         (1, 1): Reason.LOST,
         (2, 1): Reason.NODE_LOST,
+        (3, 1): Reason.NODE_LOST,
     }
 
 

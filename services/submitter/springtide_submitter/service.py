@@ -236,11 +236,11 @@ class Submitter(Service):
 
     async def finish(self) -> None:
         """Say what is still unsaid, and let another submitter take over at once."""
-        try:
-            await self._publish_events()
-            await self._keeper.release()
-        except TransientError as error:
-            self.log.warning("finish.cut", error=str(error))
+        for action in (self._publish_events, self._keeper.release):
+            try:
+                await action()
+            except TransientError as error:
+                self.log.warning("finish.cut", error=str(error))
 
     # ================================================================ performing
     async def _perform(self) -> None:
@@ -559,8 +559,8 @@ class Submitter(Service):
         """No record: the end means what its cause says; for a vanished pod its node decides."""
         reason = proof.fallback
         if reason is None:
-            names = [node.name for node in await self._view.nodes()]
-            reason = Reason.LOST if proof.node in names else Reason.NODE_LOST
+            alive = [node.name for node in await self._view.nodes() if node.ready]
+            reason = Reason.LOST if proof.node in alive else Reason.NODE_LOST
         self.core.unproved(proof, reason, self.clock.now())
 
     # ================================================================ migrations

@@ -72,9 +72,12 @@ class ScriptedCluster:
         """Close a node."""
         self._nodes[name] = replace(self._nodes[name], cordoned=True)
 
-    def lose_node(self, name: str) -> None:
-        """The node and its pods vanish without a word."""
-        del self._nodes[name]
+    def lose_node(self, name: str, *, stays: bool = False) -> None:
+        """The node's pods vanish without a word; `stays`: its object is left, not ready."""
+        if stays:
+            self._nodes[name] = replace(self._nodes[name], ready=False)
+        else:
+            del self._nodes[name]
         for pod in [one for one in self.pods.values() if one.node == name]:
             self.remove(pod.name)
 
