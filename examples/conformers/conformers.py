@@ -349,7 +349,7 @@ class Witness:
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             except OSError as error:
                 raise ShareError(
-                    f"SPRINGTIDE_WITNESS: {path!r} cannot be opened ({error.strerror}); "
+                    f"CONFORMERS_WITNESS: {path!r} cannot be opened ({error.strerror}); "
                     "name a writable file or unset it"
                 ) from None
 
@@ -623,7 +623,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         checkpoint = None
         if checkpoint_text:
             checkpoint = usable_directory(checkpoint_text, "SPRINGTIDE_CHECKPOINT_DIR")
-        witness = Witness(env.get("SPRINGTIDE_WITNESS"), share.digest(), env)
+        witness = Witness(env.get("CONFORMERS_WITNESS"), share.digest(), env)
         run = Run(share, output, checkpoint, witness)
         witness.append("start", 0)
         watch_signals(run)

@@ -273,7 +273,7 @@ def _run(item: dict[str, Any], program: Path) -> float:
             "SPRINGTIDE_OUTPUT_DIR": f"{scratch}/output",
             "SPRINGTIDE_CHECKPOINT_DIR": f"{scratch}/checkpoint",
         }
-        env.pop("SPRINGTIDE_WITNESS", None)
+        env.pop("CONFORMERS_WITNESS", None)
         before = os.times()
         subprocess.run(
             [sys.executable, str(program)], env=env, check=True, stdout=subprocess.DEVNULL

@@ -163,7 +163,7 @@ def demo_job(config: DemoConfig, witness: Path) -> dict[str, Any]:
         "application": "conformers",
         "command": [sys.executable, str(folder / "conformers.py")],
         "env": {
-            "SPRINGTIDE_WITNESS": str(witness.resolve()),
+            "CONFORMERS_WITNESS": str(witness.resolve()),
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
         },
@@ -210,7 +210,8 @@ async def run_demo(
     moved = sorted({key.index for key in recording.moved()})
     show(DemoView(phase="comparing", seconds=time.monotonic() - began, moves=len(moved)))
     compared = _to_compare(moved, config.tasks)
-    equal = await asyncio.to_thread(_compare, body, compared, records, out / "home" / "store", out)
+    kept = {index: await _result(store, records.get(index, ())) for index in compared}
+    equal = await asyncio.to_thread(_compare, body, kept, out)
     show(DemoView(phase="replaying", seconds=time.monotonic() - began, moves=len(moved)))
     job, _ = parse_job(body)
     measured = measure(
@@ -356,13 +357,16 @@ def _to_compare(moved: Sequence[int], tasks: int) -> list[int]:
     return sorted({*moved, *others[::step][:PLAIN_SAMPLE]})
 
 
-def _compare(
-    body: Mapping[str, Any],
-    indices: Sequence[int],
-    records: Mapping[int, Sequence[CompletionRecord]],
-    store: Path,
-    out: Path,
-) -> bool:
+async def _result(store: DirectoryStore, records: Sequence[CompletionRecord]) -> bytes | None:
+    """The stored result of a task, if its bytes are those that its record names."""
+    if not records or not records[-1].outputs:
+        return None
+    output = records[-1].outputs[0]
+    data = await store.get(output.key)
+    return data if hashlib.sha256(data).hexdigest() == output.sha256 else None
+
+
+def _compare(body: Mapping[str, Any], kept: Mapping[int, bytes | None], out: Path) -> bool:
     """Whether a plain loop, without springtide, writes the very same bytes."""
 
     def same(index: int) -> bool:
@@ -375,19 +379,14 @@ def _compare(
             "SPRINGTIDE_ITEM": body["array"]["items"][index],
             "SPRINGTIDE_OUTPUT_DIR": str(folder.resolve()),
         }
-        # A task that was lost has no record: it differs, and is counted as lost as well.
         done = subprocess.run(
             body["command"], env=env, capture_output=True, timeout=600, check=False
         )
-        stored = records.get(index)
-        if done.returncode != 0 or not stored or not stored[-1].outputs:
-            return False
-        plain = (folder / "result.json").read_bytes()
-        kept = (store / stored[-1].outputs[0].key).read_bytes()
-        return plain == kept and hashlib.sha256(kept).hexdigest() == stored[-1].outputs[0].sha256
+        plain = folder / "result.json"
+        return done.returncode == 0 and plain.read_bytes() == kept[index]
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return all(list(pool.map(same, indices)))
+        return all(list(pool.map(same, sorted(kept))))
 
 
 def _replays(measured: Any, job: JobSubmit, config: StackConfig) -> tuple[Any, Any]:

@@ -74,7 +74,7 @@ class Task:
             "SPRINGTIDE_ITEM": share if isinstance(share, str) else json.dumps(share),
             "SPRINGTIDE_OUTPUT_DIR": str(self.output),
             "SPRINGTIDE_CHECKPOINT_DIR": str(self.checkpoint),
-            "SPRINGTIDE_WITNESS": str(self.witness),
+            "CONFORMERS_WITNESS": str(self.witness),
             "SPRINGTIDE_TASK_INDEX": "7",
         }
 
@@ -458,7 +458,7 @@ def test_bad_input_ends_with_64_and_one_line(tmp_path: Path) -> None:
             ({}, ("--item-file", str(tmp_path / "none")), "--item-file: "),
             ({"SPRINGTIDE_OUTPUT_DIR": str(file)}, (), "SPRINGTIDE_OUTPUT_DIR: "),
             ({"SPRINGTIDE_CHECKPOINT_DIR": f"{file}/x"}, (), "SPRINGTIDE_CHECKPOINT_DIR: "),
-            ({"SPRINGTIDE_WITNESS": str(tmp_path)}, (), "SPRINGTIDE_WITNESS: "),
+            ({"CONFORMERS_WITNESS": str(tmp_path)}, (), "CONFORMERS_WITNESS: "),
         ]
     ):
         task = Task(tmp_path / str(number), good)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -95,5 +96,5 @@ def two_clusters(
         work=LognormalWork(median_seconds, sigma, seed, failing_share),
         config=StackConfig(rescheduling=rescheduling),
         chaos=faults,
-        limit_seconds=30_000.0,
+        limit_seconds=20_000.0 + median_seconds * math.exp(4.5 * sigma),
     )

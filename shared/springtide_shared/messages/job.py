@@ -430,7 +430,7 @@ def _check_command(job: JobSubmit) -> None:
             raise InvalidFieldError(
                 "env", name, "names: letters, digits and _, not beginning with a digit"
             )
-        if name.startswith("SPRINGTIDE_") and name != "SPRINGTIDE_WITNESS":
+        if name.startswith("SPRINGTIDE_"):
             raise InvalidFieldError(
                 f"env.{name}", value, "names beginning with SPRINGTIDE_ are set by springtide"
             )
