@@ -37,7 +37,7 @@ from springtide_shared.messages.shape import Shape
 from springtide_shared.messages.task import Ask, AttemptKey, CheckpointSpec, Saved, TaskTemplate
 
 JOB = "job-1"
-LIMIT = 20.0
+LIMIT = 60.0
 ATOMIC = CheckpointSpec(saved=Saved.ATOMIC, every_seconds=3600, expected_save_seconds=0.5)
 
 COUNTER = """
@@ -404,7 +404,7 @@ def frozen(one: Pod, migration_id: str) -> bool:
 
 
 def test_migration_freezes_and_the_next_attempt_goes_on_where_it_stood(pod: MakePod) -> None:
-    first = pod(command=counting(60), checkpoint=ATOMIC).start()
+    first = pod(command=counting(60), checkpoint=ATOMIC, grace_seconds=30.0).start()
     until(lambda: steps_done(first) > 5, "some steps")
     first.annotate(order(first))
     until(lambda: frozen(first, "m-1"), "frozen with a manifest")
@@ -416,7 +416,7 @@ def test_migration_freezes_and_the_next_attempt_goes_on_where_it_stood(pod: Make
     began = time.monotonic()
     first.term()
     assert first.wait() == 143
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15, "it waited for its grace period"
     assert program_state(first) in ("gone", "Z")
     second = pod(2, command=counting(60), checkpoint=ATOMIC)
     assert second.run() == 0
@@ -428,7 +428,7 @@ def test_migration_freezes_and_the_next_attempt_goes_on_where_it_stood(pod: Make
 def test_a_fallen_order_thaws_and_the_program_ends_normally(pod: MakePod, how: str) -> None:
     one = pod(command=counting(30), checkpoint=ATOMIC).start()
     until(lambda: steps_done(one) > 2, "some steps")
-    one.annotate(order(one, seconds=2.0 if how == "expired" else 60.0))
+    one.annotate(order(one, seconds=5.0 if how == "expired" else 60.0))
     until(lambda: frozen(one, "m-1"), "frozen")
     if how == "withdrawn":
         one.annotate(None)

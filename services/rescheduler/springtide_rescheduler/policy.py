@@ -699,7 +699,8 @@ def _after_migration_answer(
             return replace(state, is_told=True)
         case ((Ending() | Restoring()), MigrationStep.RESTORED):
             return _moved(state, now)
-        case Cancelling(), (MigrationStep.CANCELLED | MigrationStep.REFUSED):
+        case Cancelling(), MigrationStep.CANCELLED:
+            # Not REFUSED: that may be a late answer to what went before, and a cancel never fails.
             return _settled(state)
     return state
 
