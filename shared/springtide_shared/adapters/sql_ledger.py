@@ -493,7 +493,11 @@ def _make_engine(address: URL, limit_seconds: float) -> AsyncEngine:
             pool_timeout=limit_seconds,
             # Transactions are begun by us: the driver's own begin comes late and never takes the
             # write lock at once. Waiting for a lock ends before our own limit, inside the driver.
-            connect_args={"isolation_level": None, "timeout": limit_seconds * 0.8},
+            connect_args={
+                "isolation_level": None,
+                "timeout": limit_seconds * 0.8,
+                "async_creator_fn": _connect_sqlite,
+            },
         )
         event.listen(engine.sync_engine, "connect", _on_sqlite_connect)
         event.listen(engine.sync_engine, "begin", _on_sqlite_begin)
@@ -510,6 +514,25 @@ def _make_engine(address: URL, limit_seconds: float) -> AsyncEngine:
             "server_settings": {"application_name": "springtide"},
         },
     )
+
+
+async def _connect_sqlite(*arguments: Any, **options: Any) -> Any:
+    """Open a connection; one that cannot be opened leaves no thread behind.
+
+    The driver tells its thread to end then, but not to be quick about it: the thread would report
+    to an event loop that may be closed by that time.
+    """
+    import aiosqlite
+
+    connection = aiosqlite.connect(*arguments, **options)
+    thread = connection._thread
+    thread.daemon = True  # as the dialect does it: a process may end without closing
+    try:
+        return await connection
+    except BaseException:
+        while thread.is_alive():
+            await asyncio.to_thread(thread.join, 0.05)
+        raise
 
 
 class _Driver(Protocol):
