@@ -100,8 +100,9 @@ def _long_tasks(tasks: int, rng: random.Random) -> dict[int, float]:
     """Work (CPU seconds) per index of each long task, staggered through the index range.
 
     The works are the quantiles of the Pareto law, not draws from it: the total then hardly depends
-    on the seed. One lies at a random place in each of as many equal parts of the first nine tenths,
-    so that none starts when everything else has ended.
+    on the seed. One lies at a random place in each of as many equal parts of the range from two
+    fifths to nine tenths: none starts when everything else has ended, and most of them still run
+    when the queue is empty, which is when a tail costs money.
     """
     count = max(1, round(tasks / LONG_EVERY))
     works = [
@@ -112,8 +113,8 @@ def _long_tasks(tasks: int, rng: random.Random) -> dict[int, float]:
         for rank in range(count)
     ]
     rng.shuffle(works)
-    part = tasks * 0.9 / count
-    return {int((i + rng.random()) * part): work for i, work in enumerate(works)}
+    part = tasks * 0.5 / count
+    return {int(0.4 * tasks + (i + rng.random()) * part): work for i, work in enumerate(works)}
 
 
 def _long_item(big: Sequence[Candidate], work: float, rng: random.Random) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Recording:
     """What one run left."""
 
     nodes: dict[tuple[str, str], NodeLife] = field(default_factory=dict)
-    """By cluster and slot."""
+    """By cluster and machine."""
     attempts: dict[AttemptKey, AttemptLife] = field(default_factory=dict)
     migrations: dict[str, list[tuple[float, MigrationStep]]] = field(default_factory=dict)
     jobs: dict[str, JobEvents] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Recorder(Service):
 
     def _nodes(self, message: NodeEvents) -> None:
         for event in message.events:
-            key = (message.cluster, event.slot)
+            key = (message.cluster, event.instance or event.node)
             life = self.recording.nodes.get(key)
             if life is None:
                 life = NodeLife(event.node, event.slot, event.group, message.cluster)

@@ -609,6 +609,8 @@ class SimulatedCluster:
         self._resume_later(pod, delay)
 
     async def _restart(self, pod: _Pod) -> None:
+        if pod.phase is not PodPhase.RUNNING:
+            return  # it went, or was ended, while its agent waited for the store
         pod.phase = PodPhase.PENDING
         await self._start(pod)
 

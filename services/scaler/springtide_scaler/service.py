@@ -495,6 +495,7 @@ class Scaler(Service):
                 group=record.group,
                 state=state,
                 at=at,
+                instance=record.instance.instance_id,
                 price_per_hour=group.price_per_hour,
                 cpu_millis=group.allocatable.cpu_millis,
                 memory_bytes=group.allocatable.memory_bytes,
@@ -509,6 +510,7 @@ class Scaler(Service):
                 group=node.group,
                 state=state,
                 at=self.clock.now(),
+                instance=node.provider_id,
                 cpu_millis=node.allocatable.cpu_millis,
                 memory_bytes=node.allocatable.memory_bytes,
                 reason=reason,
@@ -531,6 +533,7 @@ class Scaler(Service):
                     group=record.group,
                     state=NodeState.LOST,
                     at=now,
+                    instance=record.instance.instance_id,
                     reason="machine-gone",
                 )
             )
@@ -710,6 +713,7 @@ class Scaler(Service):
             group=release.group,
             state=state,
             at=self.clock.now(),
+            instance=release.instance_id,
             price_per_hour=release.price_per_hour,
             cpu_millis=release.cpu_millis,
             memory_bytes=release.memory_bytes,

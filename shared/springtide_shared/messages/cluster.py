@@ -195,6 +195,8 @@ class NodeEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     group: str
     state: NodeState
     at: float
+    instance: str = ""
+    """Machine behind it: the one name that it keeps from the wish to the end."""
     price_per_hour: float = 0.0
     cpu_millis: int = 0
     """Allocatable."""
