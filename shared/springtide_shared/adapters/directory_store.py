@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 SMALL_BYTES: Final = 256 * 1024
 """Reads and unsynced writes up to this size happen on the event loop: tens of microseconds."""
-_PUT_TRIES: Final = 20
+_PUT_TRIES: Final = 100
+"""Each try is lost only to a delete of another process in the microseconds between two calls."""
 
 
 class DirectoryStore:
@@ -213,7 +214,9 @@ class DirectoryStore:
                 self._require_root()
                 self._make_folders(key, target.parent)
             except NotADirectoryError:
-                raise path_conflict(key, self._object_above(target)) from None
+                other = self._object_above(target)
+                if other is not None or last:
+                    raise path_conflict(key, other or "a part of it") from None
             except IsADirectoryError:
                 raise path_conflict(key, f"{key}/…") from None
             else:
@@ -231,15 +234,17 @@ class DirectoryStore:
                     if made == self._objects:
                         break
         except (FileExistsError, NotADirectoryError):
-            raise path_conflict(key, self._object_above(folder / "x")) from None
+            if (other := self._object_above(folder / "x")) is not None:
+                raise path_conflict(key, other) from None
         except FileNotFoundError:
-            pass  # a delete took a folder away in between: the caller tries again
+            pass
+        # no folder and no object in its way: a delete took it away, the caller tries again
 
-    def _object_above(self, target: Path) -> str:
+    def _object_above(self, target: Path) -> str | None:
         for folder in target.parents:
             if folder.is_file():
                 return str(folder.relative_to(self._objects))
-        return "a part of it"
+        return None
 
     def _require_root(self) -> None:
         """An unmounted or removed store is not an empty one."""
