@@ -29,6 +29,7 @@ from springtide_shared.ledger.views import JobView, TaskView
 from springtide_shared.messages import JobSubmit, Message, encode, type_name
 from springtide_shared.messages.records import CompletionRecord, Manifest
 from springtide_shared.ports.ledger import Ledger
+from springtide_shared.ports.state import Document
 from springtide_shared.testing.virtual import VirtualClock
 
 
@@ -76,6 +77,29 @@ class RunSpec:
     """Virtual seconds by which every job must be final."""
     drained_seconds: float = 3600.0
     """Virtual seconds after the last job by which every node must be gone."""
+
+
+class LatentState(InMemoryState):
+    """Service documents whose keeper takes its time: races show that an instant one hides."""
+
+    SECONDS = 0.08
+
+    async def load(self, key: str) -> Document | None:
+        """Load, late."""
+        await asyncio.sleep(self.SECONDS)
+        return await super().load(key)
+
+    async def save(self, key: str, body: bytes, expected: int) -> int:
+        """Save, late, and answer later still."""
+        await asyncio.sleep(self.SECONDS)
+        version = await super().save(key, body, expected)
+        await asyncio.sleep(self.SECONDS)
+        return version
+
+    async def delete(self, key: str, expected: int) -> None:
+        """Delete, late."""
+        await asyncio.sleep(self.SECONDS)
+        await super().delete(key, expected)
 
 
 class TracingBroker(MemoryBroker):
@@ -201,7 +225,7 @@ async def simulate(
                 groups=cluster,
                 stats=cluster,
                 sink=InMemorySink(1_000),
-                state=InMemoryState(),
+                state=LatentState(),
             )
             for name, cluster in clusters.items()
         ]

@@ -511,11 +511,12 @@ class Rescheduler(Service):
 
     async def _settle_doubts(self) -> None:
         """New sagas whose write got no answer: they exist if they are stored."""
-        for vacate_id in list(self._doubtful):
-            document = await self._state.load(_SAGAS + vacate_id.lower())
-            saga = self._doubtful.pop(vacate_id)
-            if document is not None:
-                self._sagas[vacate_id] = _Stored(saga, document.version)
+        async with self._turn:  # a write that is still under way is in no doubt yet
+            for vacate_id in list(self._doubtful):
+                document = await self._state.load(_SAGAS + vacate_id.lower())
+                saga = self._doubtful.pop(vacate_id)
+                if document is not None:
+                    self._sagas[vacate_id] = _Stored(saga, document.version)
 
     async def _check_sources(self) -> None:
         """A source that took other attempts in the meantime can't be emptied."""
