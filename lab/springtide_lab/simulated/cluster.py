@@ -58,10 +58,12 @@ from springtide_shared.ports.cluster import (
 )
 from springtide_shared.ports.metrics import PodReading
 from springtide_shared.ports.store import ObjectStore
+from springtide_shared.runtime.service import Wake
 from springtide_shared.testing.virtual import RESOLUTION
 from springtide_shared.units import Resources
 
 _GONE_KEPT: Final = 20_000
+_IDLE_SECONDS: Final = 86_400.0
 _EXIT_TERMINATED: Final = 143
 _EXIT_KILLED: Final = 137
 
@@ -156,10 +158,17 @@ class SimulatedCluster:
         self._forgotten = 0
         self._unbound: dict[str, _Pod] = {}
         self._version = 1
-        self._changed = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
+        """Who waits for a change."""
         self._heap: list[tuple[float, int, Action]] = []
         self._events = 0
-        self._alarm = asyncio.Event()
+        self._alarm = Wake()
+        self._node_views: list[NodeView] | None = None
+        self._group_views: list[NodeGroupView] | None = None
+        """What was last answered, until a machine changes."""
+        self._open: list[_Machine] | None = None
+        self._open_slots: dict[str, list[_Machine]] = {}
+        """Machines that take pods, all and by their slot label, until a machine changes."""
         self._serial = 0
         self._outage_until = 0.0
         self._out_of_stock: dict[str, Reason] = {}
@@ -183,17 +192,10 @@ class SimulatedCluster:
 
     async def _engine(self) -> None:
         while True:
-            if not self._heap:
-                self._alarm.clear()
-                await self._alarm.wait()
-                continue
-            due = self._heap[0][0]
             now = self._clock.monotonic()
+            due = self._heap[0][0] if self._heap else now + _IDLE_SECONDS
             if due > now + RESOLUTION:
-                self._alarm.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(due - now):
-                        await self._alarm.wait()
+                await self._alarm.wait(due - now)
                 continue
             _, _, action = heapq.heappop(self._heap)
             await action()
@@ -204,7 +206,7 @@ class SimulatedCluster:
             self._heap, (self._clock.monotonic() + max(seconds, 0.0), self._events, action)
         )
         if self._heap[0][1] == self._events:
-            self._alarm.set()
+            self._alarm()
 
     # ------------------------------------------------------------ faults, for tests and scenarios
     def outage(self, seconds: float) -> None:
@@ -235,6 +237,7 @@ class SimulatedCluster:
         self._sizes[machine.group.name] -= 1  # the cloud took it back and sends no other
         self.machine_seconds += self._clock.now() - machine.launched_at
         machine.ready_at = None
+        self._forget_views()
         for pod in list(machine.pods.values()):
             await self._materialise_periodic(pod)
             self._vanish(pod)
@@ -284,15 +287,24 @@ class SimulatedCluster:
         """See the port."""
         if self._version > version:
             return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit):
-                await self._changed.wait()
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        alarm = loop.call_later(limit, _resolve, waiter)
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            alarm.cancel()
+            with suppress(ValueError):
+                self._waiters.remove(waiter)
 
     async def nodes(self) -> Sequence[NodeView]:
         """See the port."""
         self._answer()
-        found = [self._node_view(m) for m in self._machines.values() if m.node]
-        return sorted(found, key=lambda node: node.name)
+        if self._node_views is None:
+            found = [self._node_view(m) for m in self._machines.values() if m.node]
+            self._node_views = sorted(found, key=lambda node: node.name)
+        return self._node_views
 
     async def pods_on(self, node: str) -> Sequence[PodView]:
         """See the port."""
@@ -376,16 +388,16 @@ class SimulatedCluster:
         """See the port."""
         self._answer()
         self._by_node(node).cordoned = cordoned
-        self._bump()
+        self._machine_changed()
         if not cordoned:
-            self._after(self.model.bind_seconds, self._bind_round)
+            self._bind_soon()
 
     async def label(self, node: str, labels: Mapping[str, str]) -> None:
         """See the port."""
         self._answer()
         self._by_node(node).labels.update(labels)
-        self._bump()
-        self._after(self.model.bind_seconds, self._bind_round)
+        self._machine_changed()
+        self._bind_soon()
 
     async def delete_node(self, node: str, uid: str) -> None:
         """`NodeControl.delete`; see `SimulatedNodes`."""
@@ -395,12 +407,17 @@ class SimulatedCluster:
             raise NotFoundError(Reason.UNKNOWN_NODE, "no such node", node=node, uid=uid)
         if machine.lost:
             del self._machines[machine.instance_id]
-            self._bump()
+            self._machine_changed()
 
     # ------------------------------------------------------------ NodeGroups
     async def groups(self) -> Sequence[NodeGroupView]:
         """See the port."""
         self._answer()
+        if self._group_views is None:
+            self._group_views = self._all_groups()
+        return self._group_views
+
+    def _all_groups(self) -> list[NodeGroupView]:
         return [
             NodeGroupView(
                 name=group.name,
@@ -448,6 +465,7 @@ class SimulatedCluster:
         for _ in range(missing):
             self._launch(model)
         self._sizes[group] = size
+        self._forget_views()
 
     async def terminate(self, group: str, instance_id: str) -> None:
         """See the port."""
@@ -458,6 +476,7 @@ class SimulatedCluster:
             return
         machine.terminating = True
         self._sizes[group] -= 1
+        self._forget_views()
 
         async def gone() -> None:
             for pod in list(machine.pods.values()):
@@ -465,7 +484,7 @@ class SimulatedCluster:
                 self._vanish(pod)
             if self._machines.pop(instance_id, None) is not None and not machine.lost:
                 self.machine_seconds += self._clock.now() - machine.launched_at
-            self._bump()
+            self._machine_changed()
 
         self._after(self.model.release_seconds, gone)
 
@@ -509,7 +528,7 @@ class SimulatedCluster:
             machine.uid = f"{machine.node}-uid"
             machine.ready_at = self._clock.now()
             machine.labels[LABEL_GROUP] = group.name
-            self._bump()
+            self._machine_changed()
             await self._bind_round()
 
         self._after(group.boot_seconds * spread, joined)
@@ -544,6 +563,11 @@ class SimulatedCluster:
         return machine
 
     # ------------------------------------------------------------ pods
+    def _bind_soon(self) -> None:
+        """There is room, or a place opened: look at the pods that wait for one."""
+        if self._unbound:
+            self._after(self.model.bind_seconds, self._bind_round)
+
     async def _bind_round(self) -> None:
         for pod in list(self._unbound.values()):
             machine = self._node_for(pod)
@@ -560,17 +584,7 @@ class SimulatedCluster:
         """Affinity first; without one the fullest node that fits (MostAllocated)."""
         best: tuple[int, str] | None = None
         chosen = None
-        for machine in self._machines.values():
-            if machine.ready_at is None or machine.cordoned or machine.terminating:
-                continue
-            if pod.spec.node and machine.node != pod.spec.node:
-                continue
-            if (
-                not pod.spec.node
-                and pod.spec.slot
-                and machine.labels.get(LABEL_SLOT) != pod.spec.slot
-            ):
-                continue
+        for machine in self._candidates(pod.spec):
             room = machine.group.allocatable - machine.used
             if not pod.requests.fits(room):
                 continue
@@ -578,6 +592,21 @@ class SimulatedCluster:
             if best is None or rank < best:
                 best, chosen = rank, machine
         return chosen
+
+    def _candidates(self, spec: PodSpec) -> Sequence[_Machine]:
+        """Machines that take pods and that the pod's affinity allows."""
+        if self._open is None:
+            self._open = [
+                machine
+                for machine in self._machines.values()
+                if machine.ready_at is not None and not machine.cordoned and not machine.terminating
+            ]
+            self._open_slots = {}
+            for machine in self._open:
+                self._open_slots.setdefault(machine.labels.get(LABEL_SLOT, ""), []).append(machine)
+        if spec.node:
+            return [machine for machine in self._open if machine.node == spec.node]
+        return self._open_slots.get(spec.slot, ()) if spec.slot else self._open
 
     async def _start(self, pod: _Pod) -> None:
         if pod.phase is not PodPhase.PENDING or pod.machine is None or pod.deletion_at is not None:
@@ -698,7 +727,7 @@ class SimulatedCluster:
     def _leave_node(self, pod: _Pod) -> None:
         if pod.machine is not None and pod.machine.pods.pop(pod.name, None) is not None:
             pod.machine.used = pod.machine.used - pod.requests
-            self._after(self.model.bind_seconds, self._bind_round)
+            self._bind_soon()
 
     def _vanish(self, pod: _Pod) -> None:
         """The pod goes without a terminal phase: its node is gone."""
@@ -818,8 +847,18 @@ class SimulatedCluster:
     # ------------------------------------------------------------ views
     def _bump(self) -> None:
         self._version += 1
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        if self._waiters:
+            for waiter in self._waiters:
+                _resolve(waiter)
+            self._waiters.clear()
+
+    def _machine_changed(self) -> None:
+        """A machine or its node is another one now: nothing answered before holds."""
+        self._forget_views()
+        self._bump()
+
+    def _forget_views(self) -> None:
+        self._node_views = self._group_views = self._open = None
 
     def _touch(self, pod: _Pod) -> None:
         self._bump()
@@ -845,6 +884,11 @@ class SimulatedCluster:
             message=pod.message,
             annotations=dict(pod.annotations),
         )
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class SimulatedNodes:

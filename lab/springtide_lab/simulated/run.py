@@ -19,14 +19,14 @@ from springtide_lab.stack import ClusterParts, Shared, StackConfig, seat_service
 from springtide_lab.supervisor import Supervisor
 from springtide_monitor.adapters.sinks import InMemorySink
 from springtide_shared.adapters.clock import SeededIds
-from springtide_shared.adapters.memory_bus import Faults, InMemoryBus, MemoryBroker
+from springtide_shared.adapters.memory_bus import Faults, InMemoryBus, Item, MemoryBroker
 from springtide_shared.adapters.memory_ledger import InMemoryLedger
 from springtide_shared.adapters.memory_state import InMemoryLeases, InMemoryState
 from springtide_shared.adapters.memory_store import InMemoryStore
 from springtide_shared.errors import TransientError
 from springtide_shared.ledger.reading import job_view, task_views
 from springtide_shared.ledger.views import JobView, TaskView
-from springtide_shared.messages import JobSubmit, Message, encode, type_name
+from springtide_shared.messages import JobSubmit, Kind, encode
 from springtide_shared.messages.records import CompletionRecord, Manifest
 from springtide_shared.ports.ledger import Ledger
 from springtide_shared.ports.state import Document
@@ -73,6 +73,8 @@ class RunSpec:
     config: StackConfig = field(default_factory=StackConfig)
     chaos: Chaos = field(default_factory=Chaos)
     codec: bool = True
+    is_traced: bool = True
+    """Whether the digest is taken; a run that is measured does without."""
     limit_seconds: float = 30 * 86400.0
     """Virtual seconds by which every job must be final."""
     drained_seconds: float = 3600.0
@@ -103,46 +105,42 @@ class LatentState(InMemoryState):
 
 
 class TracingBroker(MemoryBroker):
-    """Keeps one digest over everything that was ever published, in order and with its time."""
+    """Keeps one digest over everything that was ever published, in order and with its time.
 
-    def __init__(self, clock: VirtualClock, *, codec: bool, faults: Sequence[Faults]) -> None:
+    With the codec on, the digest is taken of the very bytes that are sent.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        *,
+        codec: bool,
+        faults: Sequence[Faults],
+        is_traced: bool = True,
+    ) -> None:
         super().__init__(codec=codec, faults=faults)
         self._clock = clock
+        self._is_traced = is_traced
         self._digest = hashlib.sha256()
         self.trace: list[str] | None = None
         """Set to a list to keep the text as well, for finding where two runs part."""
 
-    def send(
-        self,
-        message: Message,
-        *,
-        cluster: str = "",
-        to: str = "",
-        message_id: str,
-        correlation_id: str = "",
-        reply_to: str = "",
-        tenant: str = "",
+    def send_item(
+        self, item: Item, topic: str, kind: Kind, *, cluster: str = "", to: str = ""
     ) -> None:
         """Trace, then send."""
-        line = f"{self._clock.now():.6f} {type_name(type(message))} {cluster} ".encode()
-        line += encode(message)
-        self._digest.update(line)
-        if self.trace is not None:
-            self.trace.append(line.decode())
-        super().send(
-            message,
-            cluster=cluster,
-            to=to,
-            message_id=message_id,
-            correlation_id=correlation_id,
-            reply_to=reply_to,
-            tenant=tenant,
-        )
+        if self._is_traced:
+            line = f"{self._clock.now():.6f} {item.type_name} {cluster} ".encode()
+            line += item.body if item.message is None else encode(item.message)
+            self._digest.update(line)
+            if self.trace is not None:
+                self.trace.append(line.decode())
+        super().send_item(item, topic, kind, cluster=cluster, to=to)
 
     @property
     def digest(self) -> str:
-        """Digest of the run so far."""
-        return self._digest.hexdigest()
+        """Digest of the run so far; empty if it is not traced."""
+        return self._digest.hexdigest() if self._is_traced else ""
 
 
 @dataclass(slots=True)
@@ -192,7 +190,9 @@ async def simulate(
     loop = asyncio.get_running_loop()
     clock = VirtualClock(loop)
     faults = (spec.chaos.messages,) if spec.chaos.messages is not None else ()
-    broker = TracingBroker(clock, codec=spec.codec, faults=faults)
+    broker = TracingBroker(
+        clock, codec=spec.codec, faults=faults, is_traced=spec.is_traced or trace is not None
+    )
     broker.trace = trace
     store = InMemoryStore()
     book: Ledger = InMemoryLedger() if ledger is None else ledger

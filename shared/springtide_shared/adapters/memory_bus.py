@@ -52,7 +52,7 @@ class Faults:
     """Overtaken by the next message for the same queue."""
 
 
-class _Item:
+class Item:
     """One message in one queue."""
 
     __slots__ = (
@@ -92,8 +92,8 @@ class _Item:
         self.retries = 0
         self.note = ""
 
-    def copy(self) -> _Item:
-        return _Item(
+    def copy(self) -> Item:
+        return Item(
             self.type_name,
             self.body,
             self.message,
@@ -138,13 +138,13 @@ class _Queue:
         self.single_active = single_active
         self.delivery_limit = delivery_limit
         self.max_length = max_length
-        self.ready: deque[_Item] = deque()
-        self.again: deque[_Item] = deque()
+        self.ready: deque[Item] = deque()
+        self.again: deque[Item] = deque()
         """What consumers held when they ended. Given out singly: a consumer that ends with a whole
         batch must not make each message of it look like the culprit."""
         self.later = 0
         """Items on a timer: retries and delays."""
-        self.overtaken: list[_Item] = []
+        self.overtaken: list[Item] = []
         """Held back by a fault until the next message has passed."""
         self.dead: list[DeadLetter] = []
         self.dropped = 0
@@ -152,7 +152,7 @@ class _Queue:
         self.consumers: list[_MemoryInbox] = []
         self.waiters: list[tuple[_MemoryInbox, asyncio.Future[None]]] = []
 
-    def put(self, item: _Item) -> None:
+    def put(self, item: Item) -> None:
         self.seq += 1
         item.seq = self.seq
         ready = self.ready
@@ -170,24 +170,24 @@ class _Queue:
         if self.waiters:
             self.wake()
 
-    def put_later(self, after: float, item: _Item) -> None:
+    def put_later(self, after: float, item: Item) -> None:
         self.later += 1
         asyncio.get_running_loop().call_later(after, self._due, item)
 
-    def _due(self, item: _Item) -> None:
+    def _due(self, item: Item) -> None:
         self.later -= 1
         self.put(item)
 
-    def hold_back(self, item: _Item, at_most: float) -> None:
+    def hold_back(self, item: Item, at_most: float) -> None:
         self.overtaken.append(item)
         asyncio.get_running_loop().call_later(at_most, self._release, item)
 
-    def _release(self, item: _Item) -> None:
+    def _release(self, item: Item) -> None:
         if item in self.overtaken:
             self.overtaken.remove(item)
             self.put(item)
 
-    def give_back(self, items: Iterable[_Item]) -> None:
+    def give_back(self, items: Iterable[Item]) -> None:
         """What a consumer held when it ended: to be tried again in the old order, or parked."""
         for item in sorted(items, key=lambda one: one.seq):
             item.deaths += 1
@@ -202,7 +202,7 @@ class _Queue:
             else:
                 self.again.append(item)
 
-    def park(self, item: _Item, reason: Reason, detail: str) -> None:
+    def park(self, item: Item, reason: Reason, detail: str) -> None:
         self.dead.append(
             DeadLetter(
                 queue=self.name,
@@ -247,7 +247,7 @@ class _MemoryDelivery:
     __slots__ = ("_body", "_inbox", "_item", "_message", "_settled", "_type")
 
     def __init__(
-        self, inbox: _MemoryInbox, item: _Item, cls: type[Message], message: Message | None
+        self, inbox: _MemoryInbox, item: Item, cls: type[Message], message: Message | None
     ) -> None:
         self._inbox = inbox
         self._item = item
@@ -323,7 +323,7 @@ class _MemoryInbox:
         self._broker = broker
         self.queue = queue
         self.subscription = subscription
-        self.held: dict[int, _Item] = {}
+        self.held: dict[int, Item] = {}
         self._alone = 0
         """Sequence number of the one it holds from those to be tried again; 0: none."""
         self.closed = False
@@ -339,7 +339,7 @@ class _MemoryInbox:
         queue = self.queue
         return bool(queue.ready or (queue.again and not self._alone)) and self.room() > 0
 
-    def settle(self, item: _Item) -> bool:
+    def settle(self, item: Item) -> bool:
         if self.held.pop(item.seq, None) is None:
             return False
         if item.seq == self._alone:
@@ -402,7 +402,7 @@ class _MemoryInbox:
             taken.append(_MemoryDelivery(self, item, cls, None if raw else message))
         return taken
 
-    def _undecodable(self, item: _Item, error: SpringtideError) -> None:
+    def _undecodable(self, item: Item, error: SpringtideError) -> None:
         self.queue.park(item, error.reason, error.detail)
         if self.subscription.on_undecodable is None:
             return
@@ -585,12 +585,13 @@ class MemoryBroker:
         cls = type(message)
         # The size limit holds without the codec too, hence only codec=False skips the encoding.
         body, kept = (encode(message), None) if self.codec else (b"", message)
-        item = _Item(type_name(cls), body, kept, message_id, correlation_id, reply_to, tenant)
+        item = Item(type_name(cls), body, kept, message_id, correlation_id, reply_to, tenant)
         self.send_item(item, cls.topic, cls.kind, cluster=cluster, to=to)
 
     def send_item(
-        self, item: _Item, topic: str, kind: Kind, *, cluster: str = "", to: str = ""
+        self, item: Item, topic: str, kind: Kind, *, cluster: str = "", to: str = ""
     ) -> None:
+        """The same for a message that is encoded already; all messages pass here."""
         if not self.available:
             raise TransientError(Reason.BUS_UNAVAILABLE, "the broker is away", topic=topic)
         if to:
@@ -614,7 +615,7 @@ class MemoryBroker:
         for n, queue in enumerate(queues):
             queue.put(item if n == last else item.copy())
 
-    def _send_badly(self, item: _Item, topic: str, kind: Kind, queues: tuple[_Queue, ...]) -> None:
+    def _send_badly(self, item: Item, topic: str, kind: Kind, queues: tuple[_Queue, ...]) -> None:
         struck = [one for one in self._faults if not one[0].topics or topic in one[0].topics]
         if not struck:
             for queue in queues:
@@ -734,7 +735,7 @@ class InMemoryBus:
         Raises:
             PermanentError: no queue takes the type.
         """
-        item = _Item(
+        item = Item(
             name, body, None, message_id or self._new_id(), correlation_id, reply_to, self.user
         )
         queues = self.broker.route(name, cluster)

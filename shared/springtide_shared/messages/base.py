@@ -67,6 +67,8 @@ class Snapshot(Message, frozen=True, kw_only=True, omit_defaults=True):
 M = TypeVar("M", bound=Message)
 
 _REGISTRY: dict[tuple[str, int], type[Message]] = {}
+_TYPES: dict[str, type[Message]] = {}
+"""By type name, for the deliveries of which each names one."""
 _ENCODER: Final = msgspec.json.Encoder(order="deterministic")
 _DECODERS: dict[type[Message], msgspec.json.Decoder[Any]] = {}
 _PATH: Final = re.compile(r" - at `(?:\$\.?)?([^`]*)`$")
@@ -80,6 +82,7 @@ def register(cls: type[M]) -> type[M]:
     if not cls.topic or key in _REGISTRY:
         raise TypeError(f"topic and version of {cls.__name__} are empty or taken: {key}")
     _REGISTRY[key] = cls
+    _TYPES[type_name(cls)] = cls
     return cls
 
 
@@ -104,6 +107,8 @@ def type_of(name: str) -> type[Message]:
     Raises:
         PermanentError: no such topic, or a version that this build does not read.
     """
+    if (known_type := _TYPES.get(name)) is not None:
+        return known_type
     match = re.match(r"^([a-z]+\.[a-z]+|[a-z]+)\.v(\d{1,4})(?:\.|$)", name)
     if match is not None and (cls := _REGISTRY.get((match[1], int(match[2])))) is not None:
         return cls

@@ -9,9 +9,9 @@ parks it with the reason, anything else ends the service loudly.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
@@ -21,6 +21,8 @@ from springtide_shared.ports.bus import Delivery, MessageBus, Subscription
 from springtide_shared.ports.clock import Clock, Ids
 
 MAX_BACKOFF_SECONDS: Final = 300.0
+_TOO_SHORT: Final = 1e-6
+"""Seconds that are not worth a sleep."""
 
 
 def backoff(
@@ -31,22 +33,57 @@ def backoff(
     return ids.uniform(ceiling / 2, ceiling)
 
 
-@dataclass(slots=True)
 class Wake:
-    """Wakes a timer before its time; many calls wake it once."""
+    """Wakes a timer before its time; many calls wake it once. One waits at a time."""
 
-    _event: asyncio.Event = field(default_factory=asyncio.Event)
+    __slots__ = ("_alarm", "_due", "_is_called", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_called = False
+        self._due = math.inf
+        """Loop time by which the wait ends in any case."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
 
     def __call__(self) -> None:
-        self._event.set()
+        self._is_called = True
+        if self._waiter is not None:
+            _resolve(self._waiter)
+
+    def after(self, seconds: float) -> None:
+        """Wake in `seconds` at the latest: the wait under way, or else the next one."""
+        loop = asyncio.get_running_loop()
+        self._due = min(self._due, loop.time() + seconds)
+        if self._waiter is not None and self._alarm is not None:
+            if self._due >= self._alarm.when():
+                return
+            self._alarm.cancel()
+            self._alarm = loop.call_at(self._due, _resolve, self._waiter)
+
+    def clear(self) -> None:
+        """Forget what has been called for: whoever waited is about to look."""
+        self._is_called = False
+        self._due = math.inf
 
     async def wait(self, limit: float) -> None:
         """Until called, or `limit` seconds."""
-        if not self._event.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(limit):
-                    await self._event.wait()
-        self._event.clear()
+        if not self._is_called:
+            # A bare future and one timer: services wait many thousand times an hour.
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            due = min(self._due, loop.time() + limit)
+            self._alarm = loop.call_at(due, _resolve, self._waiter)
+            try:
+                await self._waiter
+            finally:
+                self._alarm.cancel()
+                self._waiter = self._alarm = None
+        self.clear()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +204,15 @@ class Service:
                 if self._is_ending():
                     return
                 me.idle = True
-                pause = (
-                    min(backoff(failures, self.ids, most=interval), interval) if failures else least
-                )
-                if pause:
-                    await asyncio.sleep(pause)
-                if not failures:
-                    await alarm.wait(max(0.0, interval - least))
+                if failures:
+                    await asyncio.sleep(min(backoff(failures, self.ids, most=interval), interval))
+                else:
+                    rested = self.clock.monotonic()
+                    await alarm.wait(max(interval, least))
+                    early = least - (self.clock.monotonic() - rested)
+                    if early > _TOO_SHORT:
+                        await asyncio.sleep(early)
+                    alarm.clear()
                 me.idle = False
 
         return name, loop
