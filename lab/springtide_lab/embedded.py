@@ -36,6 +36,7 @@ from springtide_shared.adapters.memory_state import InMemoryLeases
 from springtide_shared.adapters.sql_ledger import SqlLedger
 from springtide_shared.errors import PermanentError, Reason
 from springtide_shared.ports.clock import Ids
+from springtide_shared.runtime.config import MOST_HASTE
 
 CLUSTER: Final = "local"
 DEFAULT_PORT: Final = 8470
@@ -105,7 +106,7 @@ async def embedded(config: EmbeddedConfig) -> AsyncIterator[Embedded]:
             ids=ids_for("cluster"),
             oversubscription=config.oversubscription,
             poll_seconds=config.poll_seconds,
-            time_scale=config.time_factor,
+            time_scale=min(config.time_factor, MOST_HASTE),
         )
         await stack.enter_async_context(cluster)
         broker = MemoryBroker()

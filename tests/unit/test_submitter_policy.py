@@ -300,3 +300,13 @@ def test_room_counts_everybody_and_closed_nodes_have_none() -> None:
     )
     assert room_on(NodeView(**{**fields, "cordoned": True}), [], []) is None
     assert room_on(NodeView(**{**fields, "ready": False}), [], []) is None
+
+
+def test_a_hiccup_of_milliseconds_does_not_slow_the_pace() -> None:
+    meter = a_meter(calm_latency=0.02)
+    for step in range(20):
+        meter.observe(0.001 if step % 2 else 0.08, float(step))
+    assert meter.pace == 10.0
+    for step in range(20, 24):
+        meter.observe(1.0, float(step))
+    assert meter.pace < 10.0

@@ -44,7 +44,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 def start(
     command: Sequence[str], pod_uid: str, directory: Path, log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a pod's first process in a session of its own.
+    """Start a pod's first process in a session of its own, at a lower priority than ours.
 
     Its own streams go to `log`. The environment is ours without springtide's settings (they are
     for services, and may hold credentials), with the mark.
@@ -55,7 +55,7 @@ def start(
         if not name.startswith("SPRINGTIDE_") or name.startswith("SPRINGTIDE_AGENT_")
     }
     with log.open("ab") as stream:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             list(command),
             cwd=directory,
             env={**env, MARK: pod_uid},
@@ -64,6 +64,13 @@ def start(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+    return process
+
+
+NICE: Final = 10
+"""Pods yield to what people do on this machine, and to the services that look after them."""
 
 
 async def ended(process: subprocess.Popen[bytes]) -> None:

@@ -73,6 +73,9 @@ class SubmitterConfig:
     """A pod costs about eight API writes, so 200/s is beyond what one API server takes."""
     burst: float = 2.0
     """Tokens saved up, in seconds of pace (a ratio: not scaled)."""
+    calm_latency: float = 0.02
+    """Creates that take less than five times this never slow the pace; 0.1 s is half of what the
+    API's p99 may be. Real time, not scaled."""
     loop_seconds: float = 2.0
     """Control loop of the meter: create + schedule + watch."""
     adapt_seconds: float = 0.5

@@ -69,6 +69,7 @@ class Core:
             pace_most=config.pace_most,
             burst=config.burst,
             adapt_seconds=config.adapt_seconds,
+            calm_latency=config.calm_latency,
         )
         self.is_listed = False
         """Whether all pods have been seen once."""

@@ -154,6 +154,8 @@ class Meter:
     pace_most: float
     burst: float
     adapt_seconds: float
+    calm_latency: float = 0.0
+    """A best below this counts as this, in seconds: against a millisecond any hiccup is a crisis."""
     tokens: float = field(init=False)
     updated_at: float | None = field(init=False, default=None)
     blocked_until: float = field(init=False, default=-math.inf)
@@ -188,14 +190,14 @@ class Meter:
         self._best = latency if self._best is None else min(self._best, latency)
         if now - self._adapted_at < self.adapt_seconds:
             return
-        mean, best = self._total / self._calls, self._best
+        mean, best = self._total / self._calls, max(self._best, self.calm_latency)
         gradient = 1.0 if mean <= 0 else min(1.0, max(0.5, 5.0 * best / mean))
         pace = self.pace * gradient
         if gradient == 1.0 and self._was_limit:
             pace += math.sqrt(self.pace)
         self._set_pace(pace)
         # The best ages by 1 % a step, so that a cluster that became slower for good is believed.
-        self._best = best * 1.01
+        self._best *= 1.01
         self._adapted_at, self._total, self._calls, self._was_limit = now, 0.0, 0, False
 
     def throttled(self, now: float, retry_after: float | None) -> None:

@@ -68,24 +68,46 @@ def load(
         raise InvalidFieldError(cls.__name__, "(combination)", str(error)) from error
 
 
+TRADE_OFFS: Final = frozenset(
+    {
+        "cycle_seconds",
+        "horizon_seconds",
+        "idle_seconds",
+        "least_age_seconds",
+        "min_gain_seconds",
+        "release_seconds",
+        "rest_seconds",
+        "resume_seconds",
+        "retry_seconds",
+        "save_seconds",
+        "stop_seconds",
+    }
+)
+"""Constants that weigh money against work, in proportion to how long tasks run."""
+MOST_HASTE: Final = 10.0
+"""All other times are bound to real processes, stores and brokers, which a demonstration does not
+make faster; they are divided by the factor too, but by no more than this."""
 NOT_SCALED: Final = frozenset({"lease_seconds", "finishing_limit_seconds"})
-"""Guards against stalled processes and absent stores, whose stalls do not shrink with a demo."""
+"""Guards against stalled processes and absent stores, whose stalls do not shrink at all."""
 
 
 def scaled(config: C, factor: float) -> C:
     """The same settings with every `_seconds` field divided by `factor`, nested ones too.
 
-    Fields in `NOT_SCALED` stay.
+    Fields that are no `TRADE_OFFS` are divided by at most `MOST_HASTE`; those in `NOT_SCALED` stay.
     """
     changes: dict[str, Any] = {}
     for item in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, item.name)
-        if item.name in NOT_SCALED:
-            continue
-        if item.name.endswith("_seconds") and isinstance(value, int | float):
-            changes[item.name] = value / factor
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             changes[item.name] = scaled(value, factor)
+        elif (
+            item.name.endswith("_seconds")
+            and item.name not in NOT_SCALED
+            and isinstance(value, int | float)
+        ):
+            divisor = factor if item.name in TRADE_OFFS else min(factor, MOST_HASTE)
+            changes[item.name] = value / divisor
     return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
