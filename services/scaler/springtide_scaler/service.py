@@ -118,35 +118,55 @@ class _Loads:
     def __init__(self) -> None:
         self._pods: dict[str, _Live] = {}
         self._places: dict[tuple[str, str], dict[tuple[str, Resources], int]] = {}
+        self.edition = 0
+        """Grows with each change."""
+        self._changed: dict[tuple[str, str], int] = {}
+        """Place with pods → edition of its last change."""
 
     def clear(self) -> None:
         """Forget all."""
         self._pods.clear()
         self._places.clear()
+        self.edition += 1
+        self._changed = {}
 
     def drop(self, uid: str) -> None:
         """A pod has ended or left."""
         pod = self._pods.pop(uid, None)
         if pod is not None:
-            kinds = self._places[pod.place]
-            kind = (pod.shape, pod.requests)
-            kinds[kind] -= 1
-            if not kinds[kind]:
-                del kinds[kind]
-            if not kinds:
-                del self._places[pod.place]
+            self._change(pod, -1)
 
     def put(self, uid: str, pod: _Live) -> None:
         """A pod lives, there."""
-        self.drop(uid)
+        before = self._pods.get(uid)
+        if before == pod:
+            return
+        if before is not None:
+            self._change(before, -1)
         self._pods[uid] = pod
+        self._change(pod, 1)
+
+    def _change(self, pod: _Live, count: int) -> None:
+        self.edition += 1
+        self._changed[pod.place] = self.edition
         kinds = self._places.setdefault(pod.place, {})
         kind = (pod.shape, pod.requests)
-        kinds[kind] = kinds.get(kind, 0) + 1
+        kinds[kind] = kinds.get(kind, 0) + count
+        if not kinds[kind]:
+            del kinds[kind]
+        if not kinds:
+            del self._places[pod.place], self._changed[pod.place]
+
+    def editions_of(self, record: SlotRecord) -> tuple[int, ...]:
+        """When its slot and node last changed; equal ones mean an equal answer of `of`."""
+        return tuple(self._changed.get(place, 0) for place in _places_of(record))
 
     def is_empty(self, record: SlotRecord) -> bool:
         """Whether no live pod is in a slot or bound for it."""
-        return not any(place in self._places for place in _places_of(record))
+        places = self._places
+        if ("slot", record.slot) in places:
+            return False
+        return record.node is None or ("node", record.node.name) not in places
 
     def of(self, record: SlotRecord) -> tuple[dict[str, int], Resources]:
         """Live attempts by shape, and requests of all live pods, in a slot or bound for it."""
@@ -211,12 +231,18 @@ class Scaler(Service):
         self._loads = _Loads()
         self._pods_version = 0
         self._slots: tuple[SlotRecord, ...] = ()
+        self._noted: tuple[SlotRecord, ...] | None = None
+        """The slots whose machines and nodes have been told of."""
         self._patterns: dict[str, Mapping[str, int]] = {}
         self._idle_since: dict[str, float] = {}
         self._orphan_since: dict[str, float] = {}
         self._backoffs: dict[str, Backoff] = {}
         self._decision: PlanDecision | None = None
         self._decided_on: tuple[object, ...] | None = None
+        self._matched: tuple[Observation, Machines] | None = None
+        """What the last round saw and made of it, if time alone does not change that."""
+        self._plan_slots: dict[str, tuple[tuple[object, ...], PlanNode]] = {}
+        """Slot → what its part of the plan's input was made from, and that part."""
         self._announced: dict[str, float] = {}
         """Instance id → when a plan without it was published."""
         self._told: set[tuple[str, NodeState]] = set()
@@ -443,15 +469,24 @@ class Scaler(Service):
         self._pods_version = changes.version
 
     def _match(self, seen: Observation) -> Machines:
-        return match_machines(
+        releases = self._memory.releases
+        if self._matched is not None:
+            basis, known = self._matched
+            if basis == seen and known.slots is self._slots and not known.lost:
+                return known
+        machines = match_machines(
             self._slots,
             seen.nodes,
             seen.groups,
-            self._memory.releases,
+            releases,
             self.clock.now(),
             self._rules,
             self._new_slot,
         )
+        # Open orders age, and a release that ends makes an orphan of what it leaves.
+        is_lasting = not releases and all(r.instance is not None for r in machines.slots)
+        self._matched = (seen, machines) if is_lasting else None
+        return machines
 
     def _new_slot(self) -> str:
         """Short and unique within a cluster's life; a label value in every case."""
@@ -467,6 +502,9 @@ class Scaler(Service):
 
     def _note_lives(self, seen: Observation) -> None:
         """Tell of machines and nodes that this life has not told of yet; repetition is harmless."""
+        if self._noted is self._slots:
+            return
+        self._noted = self._slots
         groups = {group.name: group for group in seen.groups}
         for record in self._slots:
             if record.instance is None:
@@ -539,14 +577,15 @@ class Scaler(Service):
             )
         releases = dict(self._memory.releases)
         for record in self._slots:
+            if record.has_joined:
+                continue
             group = groups[record.group]
             limit = join_limit(group, self._rules)
             if record.instance is None:
                 if now - record.ordered_at >= limit:
                     self._block(group.name, Reason.CAPACITY, once=True)
             elif (
-                not record.has_joined
-                and record.instance.instance_id not in releases
+                record.instance.instance_id not in releases
                 and now - max(record.instance.launched_at, self._began) >= limit
             ):
                 self.log.warning("machine.never_joined", instance=record.instance.instance_id)
@@ -742,16 +781,13 @@ class Scaler(Service):
         return (
             wanted,
             hold,
-            self._pods_version,
+            self._loads.edition,
+            self._slots,  # the very same ones in most rounds, and then compared at once
+            self._memory,
             [
-                (
-                    record.slot,
-                    record.ordered_at if record.instance is None else None,
-                    self._slot_state(record),
-                    record.node.allocatable if record.node is not None else None,
-                )
+                record.slot
                 for record in self._slots
-                if record.instance is not None or not self._is_overdue(record, seen)
+                if record.instance is None and self._is_overdue(record, seen)
             ],
             [
                 (group.name, group.size, group.max_size, group.price_per_hour)
@@ -762,10 +798,10 @@ class Scaler(Service):
 
     def _is_overdue(self, record: SlotRecord, seen: Observation) -> bool:
         """Whether an order was accepted and never delivered: it must not stand in others' way."""
+        if record.instance is not None:
+            return False
         (group,) = (group for group in seen.groups if group.name == record.group)
-        return record.instance is None and self.clock.now() - record.ordered_at >= join_limit(
-            group, self._rules
-        )
+        return self.clock.now() - record.ordered_at >= join_limit(group, self._rules)
 
     async def _grow(self, seen: Observation) -> PlanDecision:
         """Plan and buy; when a group refuses, plan again without it, at once."""
@@ -823,25 +859,41 @@ class Scaler(Service):
         return known, "demand-expired" if self._shapes else "no-demand-yet"
 
     def _plan_nodes(self, seen: Observation) -> list[PlanNode]:
+        """The plan's view of every slot; made anew only for those where something changed."""
         groups = {group.name: group for group in seen.groups}
+        known, self._plan_slots = self._plan_slots, {}
         nodes = []
         for record in self._slots:
             group = groups[record.group]
             if self._is_overdue(record, seen):
                 continue
-            running, occupied = self._loads.of(record)
-            nodes.append(
-                PlanNode(
-                    slot=record.slot,
-                    group=record.group,
-                    state=self._slot_state(record),
-                    allocatable=record.node.allocatable if record.node else group.allocatable,
-                    running=running,
-                    occupied=occupied,
-                    before=self._patterns.get(record.slot, {}),
-                )
-            )
+            state = self._slot_state(record)
+            before = self._patterns.get(record.slot, {})
+            basis = (self._loads.editions_of(record), state, before, record.node, group.allocatable)
+            found = known.get(record.slot)
+            if found is None or found[0] != basis:
+                found = basis, self._plan_node(record, state, before, group)
+            self._plan_slots[record.slot] = found
+            nodes.append(found[1])
         return nodes
+
+    def _plan_node(
+        self,
+        record: SlotRecord,
+        state: SlotState,
+        before: Mapping[str, int],
+        group: NodeGroupView,
+    ) -> PlanNode:
+        running, occupied = self._loads.of(record)
+        return PlanNode(
+            slot=record.slot,
+            group=record.group,
+            state=state,
+            allocatable=record.node.allocatable if record.node else group.allocatable,
+            running=running,
+            occupied=occupied,
+            before=before,
+        )
 
     def _slot_state(self, record: SlotRecord) -> SlotState:
         node = record.node
