@@ -35,9 +35,9 @@ from springtide_shared.messages import JobState, JobSubmit, TaskCounts, parse_jo
 from springtide_shared.messages.records import CompletionRecord, Manifest
 from springtide_shared.units import GiB
 
-TIME_FACTOR: Final = 100.0
+TIME_FACTOR: Final = 180.0
 """Every time constant of policy is divided by this one number (`springtide_shared.runtime.config`):
-three hours, what a task of the trade runs, become two minutes."""
+three hours, what a task of the trade runs, become one minute."""
 SLOTS: Final = 24
 """Cores given out to nodes in all, whatever the machine has; the summary states the ratio."""
 GROUPS: Final = (

@@ -107,8 +107,13 @@ def test_two_arrays_share_and_both_end() -> None:
 def digest(seed: int, hash_seed: str) -> str:
     """Of all messages of a run in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "springtide_lab.simulated", "--tasks", "60", "--chaos"]
-        + ["--seed", str(seed)],
+        [
+            sys.executable,
+            "-m",
+            "springtide_lab.simulated",
+            "--chaos",
+            *f"--tasks 60 --seed {seed}".split(),
+        ],
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
         capture_output=True,
         text=True,
