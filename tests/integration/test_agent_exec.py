@@ -597,6 +597,7 @@ open(os.environ["SPRINGTIDE_OUTPUT_DIR"] + "/value.txt", "w")
 def test_text_of_users_reaches_the_program_byte_for_byte_and_nothing_is_run(
     pod: MakePod, tmp_path: Path
 ) -> None:
+    """B55."""
     canary = tmp_path / "canary"
     nasty = [
         f"; touch {canary}",

@@ -376,7 +376,7 @@ def test_items_travel_with_their_tasks_and_messages_stay_small() -> None:
 
 
 def test_each_class_of_reason_has_its_own_budget() -> None:
-    """Five preemptions, then application failures with a budget of two: the third one fails it."""
+    """B39: five preemptions, then application failures; the third of them fails it."""
 
     async def scenario(world: World) -> None:
         await world.submit("j", 1, retry={"application": 2, "preemption": 10})

@@ -26,12 +26,17 @@ class SubmitterConfig:
     """Longest time between two credits."""
     credit_least_seconds: float = 1.0
     """Shortest time between two credits."""
+    pending_seconds: float = 15.0
+    """Longest time between two words on what is held; a change is said with the next credit."""
     inventory_seconds: float = 20.0
     """Time between two inventories."""
     snapshot_periods: float = 3.0
     """A snapshot is valid for this many of its periods."""
-    events_least_seconds: float = 0.2
-    """Transitions are gathered this long before they are published."""
+    events_least_seconds: float = 1.0
+    """Least time between two messages of transitions: more of them share one. The first after a
+    quiet time goes at once."""
+    events_patience_seconds: float = 2.0
+    """A pod that is made or starts is said this late at most, or with the next end."""
     events_most: int = 200
     """Transitions in one message."""
     watch_wait_seconds: float = 5.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from springtide_shared.errors import Reason
 from springtide_shared.messages.attempts import AttemptEvent, AttemptState, LiveAttempt
@@ -78,6 +79,7 @@ class Core:
         # -- what is to be done; each bounded by the attempts in hand
         self.events: deque[AttemptEvent] = deque()
         """Transitions to publish."""
+        self._ends_unsaid = 0
         self.news: deque[MigrationEvents] = deque()
         """Steps of migrations to publish."""
         self.deletes: deque[Deletion] = deque()
@@ -811,6 +813,7 @@ class Core:
         attempt.ended = event
         self._stage(attempt, Stage.ENDED)
         self.events.append(event)
+        self._ends_unsaid += 1
         if saga is not None and not is_migrated:
             # The task ended by itself, or the migrated one did not get as far as running.
             self.close_saga(saga)
@@ -820,6 +823,7 @@ class Core:
         for event in events:
             if event.state is not AttemptState.ENDED:
                 continue
+            self._ends_unsaid -= 1
             attempt = self.attempts.get(event.key)
             if attempt is None or attempt.ended is not event:
                 continue
@@ -1001,6 +1005,30 @@ class Core:
         source = self.attempts.get(saga.source)
         if not (saga.document.is_ending and source is not None and source.ended is None):
             self.close_saga(saga)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether attempts wait for a place, of which any may come due at any time."""
+        return bool(self._held)
+
+    @property
+    def is_end_unsaid(self) -> bool:
+        """Whether an end waits to be published: it frees a place."""
+        return self._ends_unsaid > 0
+
+    def next_due(self) -> float:
+        """When time alone brings something about at the earliest, besides places for what is held;
+        infinite if nothing here depends on it. To be asked after `tick`."""
+        due = [saga.document.valid_until for saga in self.sagas.values() if not saga.is_spent]
+        for begun, limit in (
+            (self._waiting, self.config.hold_seconds),
+            (self._pending, self.config.pending_limit_seconds),
+            (self._pinned, self.config.pin_limit_seconds),
+        ):
+            if begun:
+                due.append(begun[0][0] + limit)
+        due += islice(self._refused.values(), 1)
+        return min(due, default=float("inf"))
 
     # ================================================================ snapshots
     def credit(self, now: float) -> list[ShapeCredit]:

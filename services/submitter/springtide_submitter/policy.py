@@ -155,7 +155,7 @@ class Meter:
     burst: float
     adapt_seconds: float
     calm_latency: float = 0.0
-    """A best below this counts as this, in seconds: against a millisecond any hiccup is a crisis."""
+    """A best below this counts as this, in seconds: against a millisecond a hiccup is a crisis."""
     tokens: float = field(init=False)
     updated_at: float | None = field(init=False, default=None)
     blocked_until: float = field(init=False, default=-math.inf)

@@ -18,7 +18,7 @@ from springtide_shared.errors import (
 )
 from springtide_shared.messages.attempts import AttemptEvent, AttemptEvents, Inventory
 from springtide_shared.messages.base import Message
-from springtide_shared.messages.cluster import Credit, Pending, Plan
+from springtide_shared.messages.cluster import Credit, HeldTasks, Pending, Plan
 from springtide_shared.messages.migration import (
     Migrate,
     MigrateAction,
@@ -66,6 +66,8 @@ _ANSWERS_MOST = 4_096
 _IDLE_SECONDS = 15.0
 """Between looks of loops that are woken whenever there is something for them; also the longest
 pause after repeated failures."""
+_SPARE_SECONDS = 600.0
+"""The same for a worker beside another that looks often enough."""
 
 
 class Submitter(Service):
@@ -112,6 +114,9 @@ class Submitter(Service):
         self._rooms_at = float("-inf")
         self._began_at = 0.0
         self._is_pacing = False
+        self._held_said: list[HeldTasks] | None = None
+        self._held_said_at = float("-inf")
+        self._wake_tick = Wake()
         self._wake_events = Wake()
         self._wake_news = Wake()
         self._wake_proofs = Wake()
@@ -200,14 +205,8 @@ class Submitter(Service):
                 self._on_plan,
             ),
             ("watch", self._watch_loop),
-            *[
-                self.timer(f"create-{n}", _IDLE_SECONDS, self._create, wake=self._wake_creates[n])
-                for n in numbers
-            ],
-            *[
-                self.timer(f"delete-{n}", _IDLE_SECONDS, self._delete, wake=self._wake_deletes[n])
-                for n in numbers
-            ],
+            *[self._worker(f"create-{n}", n, self._create, self._wake_creates[n]) for n in numbers],
+            *[self._worker(f"delete-{n}", n, self._delete, self._wake_deletes[n]) for n in numbers],
             self.timer(
                 "events",
                 _IDLE_SECONDS,
@@ -216,8 +215,23 @@ class Submitter(Service):
                 least=config.events_least_seconds,
             ),
             self.timer("news", _IDLE_SECONDS, self._publish_news, wake=self._wake_news),
-            self.timer("prove", config.watch_wait_seconds, self._prove, wake=self._wake_proofs),
-            self.timer("tick", config.tick_seconds, self._tick),
+            self.timer(
+                "prove",
+                _IDLE_SECONDS,
+                self._prove,
+                wake=self._wake_proofs,
+                longest_backoff=config.watch_wait_seconds,
+            ),
+            # Nothing that begins between two looks comes due before the next one.
+            self.timer(
+                "tick",
+                max(
+                    config.tick_seconds,
+                    min(config.hold_seconds, config.pin_limit_seconds, _IDLE_SECONDS * 4) / 4,
+                ),
+                self._tick,
+                wake=self._wake_tick,
+            ),
             self.timer(
                 "credit",
                 config.credit_seconds,
@@ -229,6 +243,13 @@ class Submitter(Service):
             self.timer("forget", config.cancel_memory_seconds / 24, self._forget_cancels),
             self.timer("lease", config.lease_seconds / 3, self._keeper.renew),
         ]
+
+    def _worker(
+        self, name: str, number: int, action: Callable[[], Awaitable[None]], wake: Wake
+    ) -> tuple[str, Loop]:
+        """One of several that do the same: all are woken for work, one looks by itself as well."""
+        idle = _SPARE_SECONDS if number else _IDLE_SECONDS
+        return self.timer(name, idle, action, wake=wake, longest_backoff=_IDLE_SECONDS)
 
     def not_ready(self) -> Sequence[str]:
         """See `Service.not_ready`."""
@@ -257,7 +278,12 @@ class Submitter(Service):
                     self.log.warning("ack.failed", error=str(error), slice_seq=ticket.seq)
             core.acked(ticket)
         if core.events:
-            self._wake_events()
+            if core.is_end_unsaid:
+                self._wake_events()
+            else:
+                self._wake_events.after(self.config.events_patience_seconds)
+        if core.is_held or self._early:
+            self._wake_tick.after(self.config.tick_seconds)
         if core.news or core.closed_sagas:
             self._wake_news()
         if core.is_proof_wanted:
@@ -265,8 +291,9 @@ class Submitter(Service):
             self._wake_proofs()
         if core.is_credit_changed:
             self._wake_credit()
-        for wake in self._wake_creates[: core.backlog]:
-            wake()
+        if not self._is_pacing:  # else who waits for the next token wakes the others
+            for wake in self._wake_creates[: core.backlog]:
+                wake()
         for wake in self._wake_deletes[: len(core.deletes)]:
             wake()
 
@@ -383,6 +410,9 @@ class Submitter(Service):
             self._rooms_at = now
             self.core.place_unpinned(await self._view.nodes(), self.clock.now())
         await self._perform()
+        self._wake_tick.after(
+            max(self.config.tick_seconds, self.core.next_due() - self.clock.now())
+        )
 
     def _hand_back_early(self, now: float) -> None:
         """The cluster does not answer: give fresh slices back; of others, pods may exist."""
@@ -502,10 +532,13 @@ class Submitter(Service):
             Credit, valid_until, "shapes", self.core.credit(now), per_part=_PER_PART
         ):
             await self.bus.publish(part, cluster=self.cluster)
-        for part in self._snapshots.parts(
-            Pending, valid_until, "held", self.core.pending(), per_part=_PER_PART
-        ):
+        held = self.core.pending()
+        if held == self._held_said and now - self._held_said_at < config.pending_seconds:
+            return
+        valid_until = now + config.pending_seconds * config.snapshot_periods
+        for part in self._snapshots.parts(Pending, valid_until, "held", held, per_part=_PER_PART):
             await self.bus.publish(part, cluster=self.cluster)
+        self._held_said, self._held_said_at = held, now
 
     async def _publish_inventory(self) -> None:
         """All live attempts. What it says of settled slices is made durable first."""
@@ -536,6 +569,8 @@ class Submitter(Service):
         for proof in list(self.core.proofs.values()):
             await self._prove_one(proof)
             await self._perform()
+        if self.core.proofs:
+            self._wake_proofs.after(self.config.watch_wait_seconds)
 
     async def _prove_one(self, proof: Proof) -> None:
         core, key = self.core, proof.key

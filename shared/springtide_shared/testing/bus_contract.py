@@ -471,6 +471,7 @@ async def a_retry_comes_back_not_sooner_and_counted(harness: BusHarness) -> None
 
 @case
 async def a_short_retry_does_not_wait_for_a_long_one(harness: BusHarness) -> None:
+    """B20."""
     loop = asyncio.get_running_loop()
     async with harness.bus.subscribe(commands()) as inbox:
         for number in range(3):
