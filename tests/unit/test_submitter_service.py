@@ -538,7 +538,7 @@ async def test_a_cancel_ends_what_runs_and_drops_what_is_held(world: World) -> N
         (1, 1): Reason.CANCELLED
     }
     world.cluster.remove(world.pod(0).name)
-    await asyncio.sleep(1)
+    await asyncio.sleep(2)
     assert (await world.ends())[0, 1].reason is Reason.CANCELLED
     assert world.depth() == 0
 
@@ -722,6 +722,7 @@ async def test_unstarted_pods_of_a_failed_slot_move_without_a_new_attempt(world:
     ]
     assert not await world.ends()
     await run_all(world, "node-s2", 0, 1)
+    await asyncio.sleep(2)
     assert (await world.taken(Inventory)) is not None
     states = [event.state for event in await world.events()]
     assert states.count(AttemptState.RUNNING) == 2

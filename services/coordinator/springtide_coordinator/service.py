@@ -471,12 +471,22 @@ class Coordinator(Service):
                     if given >= room:
                         break
                 await self._commit(change)
-            self._wake_demand()
+            # What was backlog runs now: the total, which nodes are bought for, is the same.
+            self._wake_demand.after(self.config.demand_seconds / 2)
             if not given:  # the book has moved on since the plan was made
                 return
             await asyncio.sleep(0)
 
+    def _is_queued(self) -> bool:
+        """Whether any task waits for a place."""
+        return any(
+            job.body.queued and job.state in (JobState.ACCEPTED, JobState.RUNNING)
+            for job in self._keeper.book.jobs.values()
+        )
+
     def _plan(self) -> list[Grant]:
+        if not self._is_queued():
+            return []
         book = self._keeper.book
         now = self.clock.now()
         rooms: dict[tuple[str, str], int] = {}
@@ -686,7 +696,7 @@ class Coordinator(Service):
             message = delivery.message
             if isinstance(message, Credit):
                 self._meet(message.cluster)
-                if self._credits.take(message) is not None:
+                if self._credits.take(message) is not None and self._is_queued():
                     self._wake_dispatch()
             elif isinstance(message, Capacity):
                 self._meet(message.cluster)

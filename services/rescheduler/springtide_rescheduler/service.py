@@ -226,7 +226,7 @@ class Rescheduler(Service):
             self.timer("tick", config.tick_seconds, self._tick),
             self.timer(
                 "manifests",
-                config.look_first_seconds,
+                config.look_most_seconds,
                 self._look_for_manifests,
                 wake=self._look_now,
                 least=config.look_first_seconds / 2,
@@ -558,6 +558,8 @@ class Rescheduler(Service):
             look.at = self.clock.now() + look.pause
             if found is not None:
                 await self._apply_to_all(found)
+        if saving:
+            self._look_now.after(self.config.look_first_seconds)
 
     async def _manifest(self, move: TaskMove) -> ManifestVerified | None:
         """The manifest that this migration asked for, if all that it names is in the store."""

@@ -19,7 +19,9 @@ class ScalerConfig:
     least_round_seconds: float = 0.2
     """Least pause between two rounds, however often they are brought forward."""
     publish_seconds: float = 5.0
-    """Plan and capacity are said at least this often; they are good for three such periods."""
+    """The plan is said at least this often; it is good for three such periods."""
+    capacity_seconds: float = 15.0
+    """The same for the capacity, which is far larger and of which a change is said at once."""
     idle_seconds: float = 60.0
     """How long a node must be empty and unneeded before it is released. Below the time that one
     round of dispatching takes, nodes are released between two tasks."""
@@ -53,6 +55,7 @@ class ScalerConfig:
             "round_seconds",
             "busy_round_seconds",
             "publish_seconds",
+            "capacity_seconds",
             "backoff_seconds",
             "lease_ttl",
         ):

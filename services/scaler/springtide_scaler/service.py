@@ -251,7 +251,11 @@ class Scaler(Service):
         self._untold: deque[Message] = deque(maxlen=_UNTOLD_KEPT)
         self._past_vacates: dict[str, VacateEvents] = {}
         self._published_at: float | None = None
-        self._published: tuple[list[Slot], list[GroupCapacity], list[CapacityNode]] = ([], [], [])
+        self._slots_said: list[Slot] = []
+        self._capacity_said_at = float("-inf")
+        self._capacity_said: (
+            tuple[list[GroupCapacity], list[CapacityNode], list[ShapePlaces], list[str]] | None
+        ) = None
         self._published_on: tuple[PlanDecision | None, Memory | None] = (None, None)
         self._has_observed = False
 
@@ -1036,26 +1040,30 @@ class Scaler(Service):
             for record in sorted(self._slots, key=lambda r: r.node.name if r.node else "")
             if record.node is not None
         ]
-        news = (slots, group_news, node_news)
-        if is_due or news != self._published:
+        if is_due or slots != self._slots_said:
             until = now + 3 * self._config.publish_seconds
-            plans = self._writer.parts(Plan, until, "slots", slots, per_part=500)
-            capacities = self._writer.parts(
+            for plan_part in self._writer.parts(Plan, until, "slots", slots, per_part=500):
+                await self.bus.publish(plan_part, cluster=self._cluster)
+            self._published_at, self._slots_said = now, slots
+        places = [
+            ShapePlaces(shape=key, most=most_places(self._shapes[key], seen.groups))
+            for key in sorted(self._shapes)
+        ]
+        capacity = (group_news, node_news, places, list(decision.decisions))
+        is_late = now - self._capacity_said_at >= self._config.capacity_seconds - 1e-6
+        if is_late or capacity != self._capacity_said:
+            for capacity_part in self._writer.parts(
                 Capacity,
-                until,
+                now + 3 * self._config.capacity_seconds,
                 "nodes",
                 node_news,
                 per_part=_NODES_PER_PART,
                 groups=group_news,
-                shapes=[
-                    ShapePlaces(shape=key, most=most_places(self._shapes[key], seen.groups))
-                    for key in sorted(self._shapes)
-                ],
-                decisions=list(decision.decisions),
-            )
-            for message in (*plans, *capacities):
-                await self.bus.publish(message, cluster=self._cluster)
-            self._published_at, self._published = now, news
+                shapes=places,
+                decisions=capacity[-1],
+            ):
+                await self.bus.publish(capacity_part, cluster=self._cluster)
+            self._capacity_said_at, self._capacity_said = now, capacity
         self._published_on = basis
         for release in self._memory.releases.values():
             self._announced.setdefault(release.instance_id, now)

@@ -182,16 +182,19 @@ class Service:
         *,
         wake: Wake | None = None,
         least: float = 0.0,
+        longest_backoff: float | None = None,
     ) -> tuple[str, Loop]:
         """A loop that runs `action` every `interval` s, earlier when woken, at most each `least` s.
 
-        A transient fault or a lost race is logged, and the next round decides afresh.
+        A transient fault or a lost race is logged, and the next round decides afresh; after
+        repeated ones the pause grows to `longest_backoff` s (default and most: `interval`).
         """
         alarm = wake or Wake()
+        most = interval if longest_backoff is None else min(interval, longest_backoff)
 
         async def loop() -> None:
             me = self._me(name)
-            me.stall_limit = max(60.0, 10 * interval)
+            me.stall_limit = max(60.0, 10 * most)
             failures = 0
             while not self._stopping:
                 me.beat = self.clock.monotonic()
@@ -205,7 +208,7 @@ class Service:
                     return
                 me.idle = True
                 if failures:
-                    await asyncio.sleep(min(backoff(failures, self.ids, most=interval), interval))
+                    await asyncio.sleep(backoff(failures, self.ids, most=most))
                 else:
                     rested = self.clock.monotonic()
                     await alarm.wait(max(interval, least))
