@@ -28,6 +28,7 @@ BENCHMARKS: Final[dict[str, str]] = {
     "intake_1m": "benchmarks.intake:intake_1m",
     "ledger_bytes_per_task": "benchmarks.intake:ledger_bytes_per_task",
     "neighbour_dispatch": "benchmarks.intake:neighbour_dispatch",
+    "control_plane": "benchmarks.control_plane:control_plane",
 }
 """Name to `module:function`; loaded only when it is run, for each is measured on its own."""
 
