@@ -6,26 +6,44 @@ import asyncio
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 from springtide_shared.runtime.service import Service
+
+ONE_WISH_SECONDS: Final = 1.0
+"""Signals this close together are one wish to end: `timeout` and a terminal's Ctrl-C reach the
+process and its group, so that one wish arrives twice."""
 
 
 @contextmanager
 def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`; a second one ends the process at once."""
+    """SIGTERM and SIGINT set `stop`; one that comes a second or more later ends the process at once.
+
+    Repeats within `ONE_WISH_SECONDS` of the first signal change nothing.
+    """
     loop = asyncio.get_running_loop()
     caught = (signal.SIGTERM, signal.SIGINT)
+    timer: asyncio.TimerHandle | None = None
 
-    def first(number: signal.Signals) -> None:
-        stop.set()
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
+    def let_go() -> None:
+        # The system's own action, so that it works even if the loop is stuck by then.
+        for number in caught:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    def on_signal() -> None:
+        nonlocal timer
+        if timer is None:
+            stop.set()
+            timer = loop.call_later(ONE_WISH_SECONDS, let_go)
 
     for number in caught:
-        loop.add_signal_handler(number, first, number)
+        loop.add_signal_handler(number, on_signal)
     try:
         yield
     finally:
+        if timer is not None:
+            timer.cancel()
         for number in caught:
             loop.remove_signal_handler(number)
 
