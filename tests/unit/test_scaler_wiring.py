@@ -38,7 +38,7 @@ def test_settings_come_from_file_and_environment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("round_seconds", 0), ("lease_ttl", -1), ("worth_factor", -1), ("max_launch_per_round", 0)],
+    [("round_seconds", 0), ("lease_seconds", -1), ("worth_factor", -1), ("max_launch_per_round", 0)],
 )
 def test_settings_that_cannot_work_are_refused(name: str, value: float) -> None:
     with pytest.raises(InvalidFieldError, match=name):
@@ -48,4 +48,4 @@ def test_settings_that_cannot_work_are_refused(name: str, value: float) -> None:
 def test_the_lease_is_not_sped_up_with_the_policy() -> None:
     fast = scaled(ScalerConfig(), 60)
     assert fast.idle_seconds == 1.0
-    assert fast.lease_ttl == ScalerConfig().lease_ttl
+    assert fast.lease_seconds == ScalerConfig().lease_seconds

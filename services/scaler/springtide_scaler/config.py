@@ -1,4 +1,4 @@
-"""Settings of the scaler. Fields in `_seconds` are time constants of policy; `lease_ttl` is not."""
+"""Settings of the scaler."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ class ScalerConfig:
     backoff_seconds: float = 60.0
     """First pause of a group after a stock-out, a quota or a fault; doubles with each one."""
     max_backoff_seconds: float = 900.0
-    lease_ttl: float = 30.0
-    """Seconds. A life that cannot renew for this long must end; it is real time, never scaled."""
+    lease_seconds: float = 30.0
+    """Life of the lease. A life that cannot renew for this long must end; it is real time, never
+    scaled."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -57,7 +58,7 @@ class ScalerConfig:
             "publish_seconds",
             "capacity_seconds",
             "backoff_seconds",
-            "lease_ttl",
+            "lease_seconds",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0")

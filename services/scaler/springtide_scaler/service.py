@@ -213,7 +213,7 @@ class Scaler(Service):
         self._config = config
         self._rules = config.rules
         self._key = f"scaler.{cluster}"
-        self._lease = LeaseKeeper(leases, clock, self._key, ids.new(), config.lease_ttl)
+        self._lease = LeaseKeeper(leases, clock, self._key, ids.new(), config.lease_seconds)
         self._wake = Wake()
         self._alarm: asyncio.TimerHandle | None = None
         """Brings the next round forward while something is under way."""
@@ -283,7 +283,7 @@ class Scaler(Service):
         """Demand, vacate commands, the lease and the rounds."""
         config = self._config
         return (
-            self.timer("lease", config.lease_ttl / 3, self._lease.renew),
+            self.timer("lease", config.lease_seconds / 3, self._lease.renew),
             self.consumer(
                 Subscription(
                     queue=f"{self._key}.demand",

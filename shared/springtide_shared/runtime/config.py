@@ -87,7 +87,7 @@ TRADE_OFFS: Final = frozenset(
 MOST_HASTE: Final = 10.0
 """All other times are bound to real processes, stores and brokers, which a demonstration does not
 make faster; they are divided by the factor too, but by no more than this."""
-NOT_SCALED: Final = frozenset({"lease_seconds", "finishing_limit_seconds"})
+NOT_SCALED: Final = frozenset({"lease_seconds", "finishing_limit_seconds", "store_limit_seconds"})
 """Guards against stalled processes and absent stores, whose stalls do not shrink at all."""
 
 
