@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.registry import Figure, data_folder
-from springtide_coordinator.config import Config
+from springtide_coordinator.config import CoordinatorConfig
 from springtide_coordinator.keeper import Keeper
 from springtide_coordinator.model import Job, Rules
 from springtide_coordinator.policy import Taken, take
@@ -75,7 +75,7 @@ async def _stack(folder: Path) -> AsyncIterator[_Stack]:
     broker = MemoryBroker()
     async with SqlLedger.open(f"sqlite:///{folder / 'ledger.db'}", migrate=True) as ledger:
         coordinator = Coordinator(
-            bus=InMemoryBus(broker), ledger=ledger, clock=clock, ids=ids, config=Config()
+            bus=InMemoryBus(broker), ledger=ledger, clock=clock, ids=ids, config=CoordinatorConfig()
         )
         stop = asyncio.Event()
         serving = asyncio.create_task(coordinator.serve(stop), name="coordinator")

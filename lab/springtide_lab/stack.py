@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from springtide_coordinator.config import Config as CoordinatorConfig
+from springtide_coordinator.config import CoordinatorConfig
 from springtide_coordinator.service import Coordinator
 from springtide_lab.supervisor import Supervisor
 from springtide_monitor.config import MonitorConfig

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from springtide_coordinator import policy
-from springtide_coordinator.config import Config
+from springtide_coordinator.config import CoordinatorConfig
 from springtide_coordinator.model import Backlog, Book, Candidate, Job, Rules
 from springtide_coordinator.policy import Taken
 from springtide_shared.errors import Reason
@@ -271,7 +271,7 @@ def test_pauses_grow_up_to_their_limit(times: int, index: int) -> None:
 )
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields)).split("_")[0]):
-        Config(**fields)  # type: ignore[arg-type]
+        CoordinatorConfig(**fields)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- the book as a machine

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from springtide_coordinator.config import Config
+from springtide_coordinator.config import CoordinatorConfig
 from springtide_coordinator.service import ATTEMPTS_QUEUE, JOBS_QUEUE, Coordinator
 from springtide_shared.adapters.clock import SeededIds, SystemClock, SystemIds
 from springtide_shared.adapters.memory_bus import InMemoryBus, MemoryBroker
@@ -66,7 +66,7 @@ class World:
         self.bus = InMemoryBus(self.broker, "alice")
         self.ledger = InMemoryLedger()
         self.store = InMemoryStore()
-        self.config = Config(**config)
+        self.config = CoordinatorConfig(**config)
         self.coordinator: Coordinator
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
@@ -1119,7 +1119,7 @@ def test_a_big_array_does_not_hold_up_the_loop() -> None:
         broker, clock = MemoryBroker(), SystemClock()
         bus, ledger, stop = InMemoryBus(broker, "alice"), InMemoryLedger(), asyncio.Event()
         coordinator = Coordinator(
-            bus=bus, ledger=ledger, clock=clock, ids=SystemIds(clock), config=Config()
+            bus=bus, ledger=ledger, clock=clock, ids=SystemIds(clock), config=CoordinatorConfig()
         )
         serving = asyncio.create_task(coordinator.serve(stop))
         beating = asyncio.create_task(beat())

@@ -1,36 +1,13 @@
-"""Settings of the submitter, and which clusters its own process can reach."""
+"""Settings of the submitter."""
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
-from springtide_shared.errors import InvalidFieldError, Reason
-from springtide_shared.ports.clock import Clock
 from springtide_shared.runtime.config import load, scaled
-from springtide_submitter import wiring
 from springtide_submitter.config import ProcessConfig, SubmitterConfig
-
-
-def test_a_kind_of_cluster_without_an_adapter_is_refused_by_name() -> None:
-    with pytest.raises(InvalidFieldError, match="cluster_url") as caught:
-        asyncio.run(wiring.run(ProcessConfig(cluster_url="moon://base")))
-    assert caught.value.reason is Reason.NOT_SUPPORTED
-    assert "moon://base" in str(caught.value)
-
-
-def test_a_missing_address_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def opener(url: str, clock: Clock) -> AbstractAsyncContextManager[wiring.ClusterAdapters]:
-        raise AssertionError("nothing is opened before the settings are whole")
-
-    monkeypatch.setattr(wiring, "_CLUSTERS", {})
-    wiring.register_cluster("test", opener)
-    config = ProcessConfig(cluster="east", cluster_url="test://x", state_dir=tmp_path)
-    with pytest.raises(InvalidFieldError, match="SPRINGTIDE_SUBMITTER_AMQP_URL"):
-        asyncio.run(wiring.run(config))
 
 
 def test_settings_come_from_the_environment_and_reach_the_service() -> None:

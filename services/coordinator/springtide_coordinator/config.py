@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from springtide_coordinator.model import Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """Read from a file and `SPRINGTIDE_COORDINATOR_<FIELD>` variables. Times in seconds."""
+class CoordinatorConfig:
+    """What the coordinator is told. Times in seconds."""
 
     clusters: tuple[str, ...] = ()
     """Clusters to send demand to from the start; others join when their services are heard."""
@@ -38,22 +38,6 @@ class Config:
     memory_factor: float = 1.5
     memory_raises: int = 3
     """After an out-of-memory end the next attempt asks for `memory_factor` more, so many times."""
-
-    # Only for a coordinator that runs as a process of its own; the embedded stack hands adapters
-    # over.
-    amqp_url: str = ""
-    trusted_publishers: tuple[str, ...] = ()
-    """Broker users whose word on a message's tenant is believed: the gateway's."""
-    database_url: str = ""
-    """`postgresql://…` or `sqlite:///…`."""
-    migrate: bool = False
-    """Bring the database's schema to this build's first; else a deploy step does."""
-    store_dir: Path | None = None
-    """Directory of the job object store; without it an attempt that vanished is lost, whatever it
-    left there."""
-    health_host: str = "127.0.0.1"
-    health_port: int = 0
-    """For `/healthz` and `/readyz`; 0 picks a free one, which the log names."""
     holder: str = "coordinator"
     """Written beside the epoch, for people."""
 
@@ -83,4 +67,33 @@ class Config:
             memory_factor=self.memory_factor,
             memory_raises=self.memory_raises,
             lost_after_seconds=self.lost_after_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig(CoordinatorConfig):
+    """Where a coordinator that runs as a process of its own finds what it needs.
+
+    Read from a file and `SPRINGTIDE_COORDINATOR_<FIELD>` variables; the embedded stack hands
+    adapters over instead.
+    """
+
+    amqp_url: str = ""
+    trusted_publishers: tuple[str, ...] = ()
+    """Broker users whose word on a message's tenant is believed: the gateway's."""
+    database_url: str = ""
+    """`postgresql://…` or `sqlite:///…`."""
+    migrate: bool = False
+    """Bring the database's schema to this build's first; else a deploy step does."""
+    store_dir: Path | None = None
+    """Directory of the job object store; without it an attempt that vanished is lost, whatever it
+    left there."""
+    health_host: str = "127.0.0.1"
+    health_port: int = 0
+    """For `/healthz` and `/readyz`; 0 picks a free one, which the log names."""
+
+    def policy(self) -> CoordinatorConfig:
+        """The settings of the service itself."""
+        return CoordinatorConfig(
+            **{item.name: getattr(self, item.name) for item in fields(CoordinatorConfig)}
         )

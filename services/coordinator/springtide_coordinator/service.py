@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from springtide_coordinator import policy
-from springtide_coordinator.config import Config
+from springtide_coordinator.config import CoordinatorConfig
 from springtide_coordinator.keeper import Change, Keeper, Outgoing, SupersededError
 from springtide_coordinator.model import Backlog, Candidate, Grant, Job
 from springtide_shared.errors import (
@@ -109,7 +109,7 @@ class Coordinator(Service):
         ledger: Ledger,
         clock: Clock,
         ids: Ids,
-        config: Config,
+        config: CoordinatorConfig,
         store: ObjectStore | None = None,
     ) -> None:
         super().__init__(bus=bus, clock=clock, ids=ids)

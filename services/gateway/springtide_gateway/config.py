@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """Read from a file and from `SPRINGTIDE_GATEWAY_<FIELD>`; times in seconds."""
+    """What the gateway is told; times in seconds."""
 
     token_file: Path
     """One `token [tenant]` per line; made with a fresh token (mode 0600) if absent."""
@@ -37,14 +37,28 @@ class GatewayConfig:
     stop_limit_seconds: float = 5.0
     """How long requests in flight may take to end when the gateway stops."""
 
-    # Only for a gateway that runs as a process of its own; the embedded stack hands adapters over.
-    amqp_url: str = ""
-    database_url: str = ""
-    store_dir: Path | None = None
-    """Directory of the object store."""
-
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"port {self.port} is none; give 0 … 65535")
         if self.answer_limit_seconds >= self.request_limit_seconds:
             raise ValueError("request_limit_seconds must be above answer_limit_seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig(GatewayConfig):
+    """Where a gateway that runs as a process of its own finds what it needs.
+
+    Read from a file and `SPRINGTIDE_GATEWAY_<FIELD>` variables; the embedded stack hands adapters
+    over instead.
+    """
+
+    amqp_url: str = ""
+    database_url: str = ""
+    store_dir: Path | None = None
+    """Directory of the object store."""
+
+    def policy(self) -> GatewayConfig:
+        """The settings of the service itself."""
+        return GatewayConfig(
+            **{item.name: getattr(self, item.name) for item in fields(GatewayConfig)}
+        )

@@ -5,28 +5,24 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from springtide_gateway.config import GatewayConfig
+from springtide_gateway.config import ProcessConfig
 from springtide_gateway.service import Gateway
 from springtide_shared.adapters.clock import SystemClock, SystemIds
 from springtide_shared.adapters.directory_store import DirectoryStore
 from springtide_shared.adapters.rabbit_bus import RabbitBus, RabbitSettings
 from springtide_shared.adapters.sql_ledger import SqlLedger
-from springtide_shared.errors import InvalidFieldError
+from springtide_shared.runtime.process import require
 from springtide_shared.runtime.run import serve_all, stop_on_signals
 
 
-async def run(config: GatewayConfig) -> None:
+async def run(config: ProcessConfig) -> None:
     """Serve until a signal asks to end.
 
     Raises:
         InvalidFieldError: an address is missing.
         SpringtideError: the broker or the database cannot be used.
     """
-    for name in ("amqp_url", "database_url", "store_dir"):
-        if not getattr(config, name):
-            raise InvalidFieldError(
-                name, "(absent)", f"set SPRINGTIDE_GATEWAY_{name.upper()} or the file's {name}"
-            )
+    require("gateway", config, "amqp_url", "database_url", "store_dir")
     assert config.store_dir is not None
     clock = SystemClock()
     ids = SystemIds(clock)
@@ -41,7 +37,7 @@ async def run(config: GatewayConfig) -> None:
             store=DirectoryStore(config.store_dir),
             clock=clock,
             ids=ids,
-            config=config,
+            config=config.policy(),
         )
         with stop_on_signals(stop):
             await serve_all([gateway], stop)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from springtide_shared.units import MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +31,42 @@ class MonitorConfig:
     lease_seconds: float = 15.0
     """Time to live of the monitor's lease."""
     summaries_per_message: int = 200
+    """Figures in one message of them."""
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot work."""
+        for item in fields(MonitorConfig):
+            if getattr(self, item.name) <= 0:
+                raise ValueError(f"{item.name} is {getattr(self, item.name)}; give more than 0")
+        if self.valid_seconds <= self.usage_seconds:
+            raise ValueError("valid_seconds must be above usage_seconds, or usage is often unknown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig(MonitorConfig):
+    """Where a monitor that runs as a process of its own finds what it needs.
+
+    Read from a file and `SPRINGTIDE_MONITOR_<FIELD>` variables; the embedded stack hands adapters
+    over instead.
+    """
+
+    cluster: str = ""
+    """Name of the cluster, as jobs and the other services know it."""
+    cluster_url: str = ""
+    """Which cluster it is; the scheme picks the adapters."""
+    amqp_url: str = ""
+    state_dir: Path | None = None
+    """For the lease; kept across restarts."""
+    samples_file: Path | None = None
+    """Samples go here, one JSON object a line."""
+    samples_bytes: int = 64 * MiB
+    """At this size the file moves to `*.old.jsonl`, in place of the one before."""
+    health_host: str = "127.0.0.1"
+    health_port: int = 0
+    """For `/healthz` and `/readyz`; 0 picks a free one, which the log names."""
+
+    def policy(self) -> MonitorConfig:
+        """The settings of the service itself."""
+        return MonitorConfig(
+            **{item.name: getattr(self, item.name) for item in fields(MonitorConfig)}
+        )

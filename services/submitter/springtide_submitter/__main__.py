@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from pathlib import Path
-
-import structlog
-
-from springtide_shared.errors import SpringtideError
-from springtide_shared.runtime import config, logs
+from springtide_shared.runtime import process
 from springtide_submitter.config import ProcessConfig
 from springtide_submitter.wiring import run
 
 
 def main() -> None:
     """Entry point of the command."""
-    logs.setup()
-    log = structlog.get_logger(service="submitter")
-    try:
-        file = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-        asyncio.run(run(config.load(ProcessConfig, prefix="SPRINGTIDE_SUBMITTER", file=file)))
-    except SpringtideError as error:
-        log.error("start.refused", error=str(error))
-        sys.exit(1)
-    except BaseExceptionGroup as group:
-        known, rest = group.split(SpringtideError)
-        if rest is not None or known is None:
-            raise
-        log.error("service.ended", errors=[str(error) for error in known.exceptions])
-        sys.exit(1)
+    process.main("submitter", ProcessConfig, run)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ process and its group, so that one wish arrives twice."""
 
 @contextmanager
 def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`; one that comes a second or more later ends the process at once.
+    """SIGTERM and SIGINT set `stop`; one that comes a second later ends the process at once.
 
     Repeats within `ONE_WISH_SECONDS` of the first signal change nothing.
     """

@@ -1,0 +1,46 @@
+"""Opens the adapters of a monitor that runs as a process of its own."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from springtide_monitor.adapters.sinks import JsonLinesSink
+from springtide_monitor.config import ProcessConfig
+from springtide_monitor.service import Monitor
+from springtide_shared.adapters.clock import SystemClock, SystemIds
+from springtide_shared.adapters.directory_state import DirectoryLeases
+from springtide_shared.adapters.rabbit_bus import RabbitBus, RabbitSettings
+from springtide_shared.runtime.clusters import cluster_opener
+from springtide_shared.runtime.process import require, serve_with_health
+
+
+async def run(config: ProcessConfig) -> None:
+    """Serve until a signal asks to end.
+
+    Raises:
+        InvalidFieldError: an address is missing, or the kind of cluster is not known.
+        SpringtideError: the broker or the cluster cannot be used, or another monitor has taken the
+            cluster over (reason `stale`).
+    """
+    opener = cluster_opener(config.cluster_url)
+    require("monitor", config, "cluster", "amqp_url", "state_dir", "samples_file")
+    assert config.state_dir is not None
+    assert config.samples_file is not None
+    clock = SystemClock()
+    ids = SystemIds(clock)
+    async with AsyncExitStack() as stack:
+        settings = RabbitSettings(url=config.amqp_url, name=f"springtide-monitor-{config.cluster}")
+        bus = await stack.enter_async_context(RabbitBus.connect(settings, clock=clock, ids=ids))
+        adapters = await stack.enter_async_context(opener(config.cluster_url, clock))
+        monitor = Monitor(
+            cluster=config.cluster,
+            bus=bus,
+            view=adapters.view,
+            stats=adapters.stats,
+            sink=JsonLinesSink(config.samples_file, config.samples_bytes),
+            leases=DirectoryLeases(config.state_dir / "leases", clock),
+            clock=clock,
+            ids=ids,
+            config=config.policy(),
+        )
+        await serve_with_health(monitor, config)
