@@ -226,3 +226,12 @@ class Resources:
     def is_negative(self) -> bool:
         """Whether any part is below zero: something was promised twice."""
         return min(self.cpu_millis, self.memory_bytes, self.scratch_bytes, self.gpu, self.pods) < 0
+
+
+SIGNAL_EXIT_BASE: Final = 128
+"""A program that a signal ended exits, for the world, with 128 + its number (as shells say it)."""
+
+
+def exit_code_of(returncode: int) -> int:
+    """What `subprocess` says (negative: a signal) as one exit code of 0 … 255."""
+    return SIGNAL_EXIT_BASE - returncode if returncode < 0 else returncode

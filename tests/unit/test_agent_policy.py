@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from springtide_agent.config import AgentConfig
 from springtide_agent.files import is_safe_path
 from springtide_agent.policy import (
-    exit_code_of,
     interval_seconds,
     order_holds,
     pause_seconds,
@@ -20,6 +19,7 @@ from springtide_agent.policy import (
 )
 from springtide_shared.messages.records import CheckpointOrder, manifest_key
 from springtide_shared.messages.task import CheckpointSpec
+from springtide_shared.units import exit_code_of
 
 CONFIG = AgentConfig()
 

@@ -32,7 +32,6 @@ from springtide_lab.local.model import (
     LocalGroup,
     check_wish,
     choose_node,
-    exit_code_of,
     requests_on,
 )
 from springtide_lab.local.processes import (
@@ -66,6 +65,7 @@ from springtide_shared.ports.cluster import (
     PodSpec,
     PodView,
 )
+from springtide_shared.units import exit_code_of
 
 _GONE_KEPT: Final = 10_000
 """Pods that left and are still told to whoever asks; who lags further behind is reset."""

@@ -146,8 +146,3 @@ def requests_on(pods: Sequence[PodView]) -> dict[str, Resources]:
         if pod.node and not pod.phase.is_terminated:
             used[pod.node] = used.get(pod.node, Resources()) + pod.requests
     return used
-
-
-def exit_code_of(returncode: int) -> int:
-    """The code as a kubelet gives it: 128 + n for an end by signal n."""
-    return 128 - returncode if returncode < 0 else returncode

@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from springtide_agent.config import AgentConfig
 from springtide_shared.messages.records import CheckpointOrder
 from springtide_shared.messages.task import CheckpointSpec
-
-SIGNAL_EXIT_BASE: Final = 128
-"""A program that a signal ended exits, for the world, with 128 + its number (as shells say it)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,11 +35,6 @@ def interval_seconds(
     cost = spec.expected_save_seconds if save_seconds is None else save_seconds
     young = math.sqrt(2.0 * max(cost, 0.0) * config.mtbf_seconds)
     return min(max(young, config.least_interval_seconds), config.most_interval_seconds)
-
-
-def exit_code_of(returncode: int) -> int:
-    """What `subprocess` says (negative: a signal) as one exit code of 0 … 255."""
-    return SIGNAL_EXIT_BASE - returncode if returncode < 0 else returncode
 
 
 def order_holds(order: CheckpointOrder, current: CheckpointOrder | None, now: float) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
 
-from springtide_agent.policy import exit_code_of
 from springtide_shared.ports.clock import Clock
+from springtide_shared.units import exit_code_of
 
 _PR_SET_PDEATHSIG: Final = 1
 _WATCH_SECONDS: Final = 0.1

@@ -24,7 +24,6 @@ from springtide_agent.files import LocalFile, digest, is_safe_path, look, write_
 from springtide_agent.journal import Journal
 from springtide_agent.orders import Orders
 from springtide_agent.policy import (
-    SIGNAL_EXIT_BASE,
     SeenFile,
     interval_seconds,
     order_holds,
@@ -56,6 +55,7 @@ from springtide_shared.messages.task import Ask, Saved
 from springtide_shared.ports.clock import Clock, Ids
 from springtide_shared.ports.store import ObjectStore
 from springtide_shared.runtime.config import scaled
+from springtide_shared.units import SIGNAL_EXIT_BASE
 
 T = TypeVar("T")
 

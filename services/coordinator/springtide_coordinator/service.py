@@ -69,6 +69,8 @@ DEFAULT_TENANT: Final = "default"
 _COMMIT_TASKS: Final = 500
 """About as many tasks change with one commit; then others get their turn."""
 _DEMAND_PERIODS: Final = 3
+_QUIET_PERIODS: Final = 3
+"""Rounds of reconciling without any commit before one is made to show that it can be."""
 _MOST_TURNS: Final = 10_000
 """Most changes of state that wait to be told; beyond it the oldest are dropped."""
 _LOOKUPS: Final = 500
@@ -404,16 +406,22 @@ class Coordinator(Service):
                 key = (newer, event.job_id, record.attempt)
                 superseded.setdefault(key, []).append(event.index)
         for (where, job_id, attempt), indices in superseded.items():
-            change.send(
-                SliceCancel(
-                    cluster=where,
-                    epoch=self._keeper.epoch,
-                    job_id=job_id,
-                    ranges=policy.ranges_of(sorted(indices)),
-                    attempts_upto=attempt,
-                ),
-                cluster=where,
-            )
+            self._end_attempts(change, where, job_id, attempt, indices)
+
+    def _end_attempts(
+        self, change: Change, cluster: str, job_id: str, upto: int, indices: Sequence[int]
+    ) -> None:
+        """Have a cluster end those tasks' attempts up to a number: nobody waits for them."""
+        change.send(
+            SliceCancel(
+                cluster=cluster,
+                epoch=self._keeper.epoch,
+                job_id=job_id,
+                ranges=policy.ranges_of(sorted(indices)),
+                attempts_upto=upto,
+            ),
+            cluster=cluster,
+        )
 
     async def _unfold_failed(self, job: Job, index: int, seen: Facts) -> None:
         """A late success of a task that was given up and folded: give it back its row."""
@@ -752,16 +760,7 @@ class Coordinator(Service):
             await self._take_events(change, cluster, events)
             self._dispatch_pinned(change)
             for (job_id, attempt), indices in orphans.items():
-                change.send(
-                    SliceCancel(
-                        cluster=cluster,
-                        epoch=self._keeper.epoch,
-                        job_id=job_id,
-                        ranges=policy.ranges_of(sorted(indices)),
-                        attempts_upto=attempt,
-                    ),
-                    cluster=cluster,
-                )
+                self._end_attempts(change, cluster, job_id, attempt, indices)
             await self._commit(change)
         self._wake_dispatch()
 
@@ -947,7 +946,8 @@ class Coordinator(Service):
     async def _reconcile(self) -> None:
         """Repeat cancels that are due, forget jobs that ended long ago, tidy the outbox.
 
-        The commit is made even if it is empty: it shows whether we still are the only writer.
+        After some quiet periods the commit is made even if it is empty: it shows whether we still
+        are the only writer.
         """
         now = self.clock.monotonic()
         async with self._keeper.change() as change:
@@ -962,7 +962,9 @@ class Coordinator(Service):
                     and self.clock.now() - job.final_at >= self.config.linger_seconds
                 ):
                     del book.jobs[job.job_id]
-            await self._commit(change)
+            quiet = now - self._keeper.committed_at
+            if change.outgoing or quiet >= _QUIET_PERIODS * self.config.reconcile_seconds:
+                await self._commit(change)
         if self._keeper.unsent:
             self._wake_outbox()
 
