@@ -7,6 +7,7 @@ was taken, the book is read anew before the next one: nothing is guessed.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class Keeper:
         """Promised and committed, oldest first."""
         self.sent: dict[str, None] = {}
         """Sent; the next commit deletes their rows."""
+        self.committed_at = -math.inf
+        """On the monotonic clock."""
 
     async def begin(self) -> None:
         """Become the writer and read what the last life left."""
@@ -190,6 +193,7 @@ class Keeper:
             )
         except ConflictError as error:
             raise SupersededError(str(error)) from error
+        self.committed_at = self._clock.monotonic()
         for job in change.jobs.values():
             job.version += 1
             job.dirty.clear()

@@ -22,7 +22,7 @@ class MonitorConfig:
     """A node whose newest sample is older has no `used_ratio`: unknown is never idle."""
     valid_seconds: float = 45.0
     """How long a usage snapshot may be used."""
-    summary_seconds: float = 2.0
+    summary_seconds: float = 10.0
     """Longest wait of an ended attempt's figures for company in one message."""
     watch_seconds: float = 30.0
     """Longest silence of the pod watch before it is read again anyway."""

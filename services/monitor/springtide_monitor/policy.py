@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from springtide_monitor.model import Track
 from springtide_shared.messages.attempts import AttemptFigures
@@ -30,8 +29,8 @@ def take_reading(
     watched = interval is not None and interval <= gap_seconds
     cores = used / interval if interval is not None and watched else None
     memory = max(0, reading.memory_bytes)
-    updated = replace(
-        track,
+    updated = Track(  # written out: `replace` takes thrice as long, for every pod and sample
+        pod=track.pod,
         cpu_seconds=track.cpu_seconds + used,
         last_raw=raw,
         last_at=reading.at,

@@ -86,8 +86,8 @@ class _Node:
     attempts: list[LiveAttempt]
     used: Resources
     room: Resources
-    empty_by: Floats
-    """Chance that it is empty by each point of the grid."""
+    empty_by: Floats | None = None
+    """Chance that it is empty by each point of the grid; None: see `_Decision.empty_by`."""
     is_target: bool = True
     receives: bool = False
 
@@ -154,11 +154,6 @@ class _Decision:
             attempts = on_node[seen.node] + (in_slot[seen.slot] if seen.slot else [])
             used = sum((_size(one) for one in attempts), Resources())
             used = self._with_foreign(seen, used) + coming.get(seen.node, Resources())
-            empty_by = np.ones(_GRID_POINTS)
-            for attempt in attempts:
-                empty_by = empty_by * self.ends_within(attempt)
-            if seen.node in coming:
-                empty_by = np.zeros(_GRID_POINTS)  # what comes was moved because it lives long
             nodes[seen.node] = _Node(
                 seen=seen,
                 # Without prices, cores stand for them: the order of nodes is the same.
@@ -166,7 +161,6 @@ class _Decision:
                 attempts=attempts,
                 used=used,
                 room=Resources(cpu_millis=seen.cpu_millis, memory_bytes=seen.memory_bytes) - used,
-                empty_by=empty_by,
                 receives=seen.node in coming,
             )
         return nodes
@@ -228,9 +222,20 @@ class _Decision:
     def expects_tasks(self, node: _Node) -> bool:
         return any(size.fits(node.room) for size in self.expected)
 
+    def empty_by(self, node: _Node) -> Floats:
+        """Chance that a node is empty by each point of the grid; full ones are never asked."""
+        if node.empty_by is None:
+            chance = np.ones(_GRID_POINTS)
+            for attempt in node.attempts:
+                chance = chance * self.ends_within(attempt)
+            if node.receives:
+                chance = np.zeros(_GRID_POINTS)  # what comes was moved because it lives long
+            node.empty_by = chance
+        return node.empty_by
+
     def stay(self, node: _Node) -> float:
         """What leaving the node alone costs from the moment on at which it could be empty."""
-        life = float((1.0 - node.empty_by).sum() * self.step)
+        life = float((1.0 - self.empty_by(node)).sum() * self.step)
         save = max((self.costs(one).save_seconds for one in node.attempts), default=0.0)
         return node.price * (life - save - self.rules.stop_seconds)
 
@@ -318,13 +323,12 @@ def _plan(decision: _Decision, node: _Node) -> Emptying | Left:
         if found is None:
             break
         cost, target = found
-        kept.setdefault(target.name, (target.room, target.used, target.empty_by, target.receives))
+        empty_by = decision.empty_by(target)
+        kept.setdefault(target.name, (target.room, target.used, empty_by, target.receives))
         size = _size(attempt)
         target.room -= size
         target.used += size
-        target.empty_by = target.empty_by * decision.ends_within(
-            attempt, decision.dead_seconds(attempt)
-        )
+        target.empty_by = empty_by * decision.ends_within(attempt, decision.dead_seconds(attempt))
         target.receives = True
         added += cost
         moves.append(Move(attempt=attempt, target_node=target.name))
@@ -358,7 +362,7 @@ def _target(decision: _Decision, attempt: LiveAttempt, source: _Node) -> tuple[f
     if not fitting:
         return None
     alive = 1.0 - decision.ends_within(attempt, decision.dead_seconds(attempt))
-    empty_by = np.stack([node.empty_by for node in fitting])
+    empty_by = np.stack([decision.empty_by(node) for node in fitting])
     added = decision.own_price(attempt) * (empty_by @ alive) * decision.step
     weight = decision.rules.fit_weight * source.price * decision.rules.horizon_seconds
     looseness = np.array(

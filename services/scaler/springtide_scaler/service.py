@@ -256,7 +256,7 @@ class Scaler(Service):
         self._capacity_said: (
             tuple[list[GroupCapacity], list[CapacityNode], list[ShapePlaces], list[str]] | None
         ) = None
-        self._published_on: tuple[PlanDecision | None, Memory | None] = (None, None)
+        self._published_on: tuple[object, ...] = (None,) * 4
         self._has_observed = False
 
     # ---------------------------------------------------------------- life
@@ -1023,23 +1023,16 @@ class Scaler(Service):
             self._published_at is None
             or now - self._published_at >= self._config.publish_seconds - 1e-6
         )
-        basis = (decision, self._memory)
-        if not is_due and all(a is b for a, b in zip(basis, self._published_on, strict=True)):
+        basis = (decision, self._memory, self._slots, seen.groups)
+        is_same = all(a is b for a, b in zip(basis, self._published_on, strict=True))
+        if not is_due and is_same:
             return
-        groups = {group.name: group for group in seen.groups}
-        self._patterns = {p.slot: p.places for p in decision.patterns}
-        leaving = {release.slot for release in self._memory.releases.values()}
-        slots = [
-            self._slot(record, groups[record.group])
-            for record in self._slots
-            if record.slot in self._patterns and record.slot not in leaving
-        ]
+        if is_same and self._capacity_said is not None:
+            slots, node_news = self._slots_said, self._capacity_said[1]
+        else:
+            self._patterns = {p.slot: p.places for p in decision.patterns}
+            slots, node_news = self._slot_news(seen)
         group_news = [self._group_capacity(group, now) for group in seen.groups]
-        node_news = [
-            self._capacity_node(record, record.node, groups[record.group])
-            for record in sorted(self._slots, key=lambda r: r.node.name if r.node else "")
-            if record.node is not None
-        ]
         if is_due or slots != self._slots_said:
             until = now + 3 * self._config.publish_seconds
             for plan_part in self._writer.parts(Plan, until, "slots", slots, per_part=500):
@@ -1067,6 +1060,21 @@ class Scaler(Service):
         self._published_on = basis
         for release in self._memory.releases.values():
             self._announced.setdefault(release.instance_id, now)
+
+    def _slot_news(self, seen: Observation) -> tuple[list[Slot], list[CapacityNode]]:
+        groups = {group.name: group for group in seen.groups}
+        leaving = {release.slot for release in self._memory.releases.values()}
+        slots = [
+            self._slot(record, groups[record.group])
+            for record in self._slots
+            if record.slot in self._patterns and record.slot not in leaving
+        ]
+        nodes = [
+            self._capacity_node(record, record.node, groups[record.group])
+            for record in sorted(self._slots, key=lambda r: r.node.name if r.node else "")
+            if record.node is not None
+        ]
+        return slots, nodes
 
     def _slot(self, record: SlotRecord, group: NodeGroupView) -> Slot:
         return Slot(

@@ -522,9 +522,9 @@ async def _connect_sqlite(*arguments: Any, **options: Any) -> Any:
     The driver tells its thread to end then, but not to be quick about it: the thread would report
     to an event loop that may be closed by that time.
     """
-    import aiosqlite
+    from springtide_shared.adapters.sqlite_driver import DirectConnection
 
-    connection = aiosqlite.connect(*arguments, **options)
+    connection = DirectConnection.to(*arguments, **options)
     thread = connection._thread
     thread.daemon = True  # as the dialect does it: a process may end without closing
     try:
