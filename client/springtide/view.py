@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from springtide.errors import SpringtideClientError
+from springtide_shared.errors import Reason
 from springtide_shared.httpapi import CapacityInfo, JobInfo, JobProgress, TaskResult
 from springtide_shared.ledger.views import TaskView
-from springtide_shared.messages.job import TaskCounts
+from springtide_shared.messages.job import TaskCounts, Waiting
 from springtide_shared.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -37,6 +38,23 @@ def counts_text(counts: TaskCounts) -> str:
         (counts.cancelled, "cancelled"),
     )
     return ", ".join(f"{count} {name}" for count, name in named if count) or "no tasks"
+
+
+def waiting_text(waiting: Waiting, now: float) -> str:
+    """`unschedulable: no node group can hold 1000 cores, 1Gi of memory (2 tasks)`."""
+    text = f"{waiting.reason.value}: {waiting.detail}" if waiting.detail else waiting.reason.value
+    tasks = f"{waiting.count} task" + ("" if waiting.count == 1 else "s")
+    if waiting.since is not None:
+        tasks += f", the oldest for {format_duration(max(0.0, now - waiting.since))}"
+    return f"{text} ({tasks})"
+
+
+def trouble_text(waiting: Iterable[Waiting]) -> str:
+    """The gravest cause that does not pass by itself, for a line with little room; else empty."""
+    for one in waiting:
+        if one.reason is Reason.UNSCHEDULABLE:
+            return f"waiting: {one.reason.value}: {one.detail}"
+    return ""
 
 
 def settled(counts: TaskCounts) -> int:
@@ -70,7 +88,8 @@ def job_bar(console: Console, size: int, name: str) -> Iterator[Callable[[JobPro
             nonlocal shown, shown_at
             if event.state.is_final or time.monotonic() - shown_at >= _LINE_EVERY_SECONDS:
                 text = f"{event.state.value}: {counts_text(event.counts)}"
-                text += f"; {nodes}" if nodes else ""
+                for more in (trouble_text(event.waiting), nodes):
+                    text += f"; {more}" if more else ""
                 if text != shown:
                     console.print(text, markup=False, highlight=False)
                     shown, shown_at = text, time.monotonic()
@@ -90,7 +109,8 @@ def job_bar(console: Console, size: int, name: str) -> Iterator[Callable[[JobPro
         bar = progress.add_task(name, total=size, detail="")
 
         def show(event: JobProgress, nodes: str) -> None:
-            detail = counts_text(event.counts) + (f"; {nodes}" if nodes else "")
+            parts = (counts_text(event.counts), trouble_text(event.waiting), nodes)
+            detail = "; ".join(part for part in parts if part)
             progress.update(
                 bar,
                 completed=settled(event.counts),
@@ -135,6 +155,7 @@ def job_lines(info: JobInfo, now: float) -> str:
         f"{info.id}  {info.name}",
         f"  state    {info.state.value}",
         f"  tasks    {info.size}: {counts_text(info.counts)}",
+        *(f"  waiting: {waiting_text(one, now)}" for one in info.waiting),
         f"  since    {when(info.created_at)} ({format_duration(max(0.0, end - info.created_at))})",
     ]
     if info.ended_at is not None:

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from springtide_shared.ledger.views import TaskView
-from springtide_shared.messages.job import JobSpec, JobState, TaskCounts
+from springtide_shared.messages.job import JobSpec, JobState, TaskCounts, Waiting
 
 PREFIX: Final = "/api/v1"
 MAX_PAGE: Final = 1_000
@@ -45,6 +45,8 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     counts: TaskCounts
     created_at: float
     ended_at: float | None = None
+    waiting: list[Waiting] = []
+    """Why its tasks wait, gravest cause first."""
     spec: JobSpec | None = None
     """Only where asked for (`?spec=true`)."""
 
@@ -120,6 +122,8 @@ class JobProgress(msgspec.Struct, frozen=True, kw_only=True):
     state: JobState
     counts: TaskCounts
     at: float
+    waiting: list[Waiting] = []
+    """As in `JobInfo`."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ from springtide.errors import (
 from springtide_gateway.testing import Rig, rig
 from springtide_shared.errors import Reason
 from springtide_shared.httpapi import JobProgress
-from springtide_shared.messages.job import JobAnswer, JobState
+from springtide_shared.messages.job import JobAnswer, JobState, Waiting
 from springtide_shared.messages.records import output_key
 from springtide_shared.runtime import logs
 
@@ -193,6 +193,29 @@ def test_a_job_from_file_to_files(live: Live, run: Run, tmp_path: Path) -> None:
     assert "succeeded" in out
     code, out, _ = run("cancel", "job-1")
     assert "had ended already" in out
+
+
+def test_status_says_why_tasks_wait(live: Live, run: Run) -> None:
+    run("submit", "--id", "j", "--size", "3", "--", "prog")
+    detail = "no node group can hold 1000 cores, 1Gi of memory"
+    live.do(
+        live.rig.wait_for(
+            "j",
+            Waiting(reason=Reason.UNSCHEDULABLE, count=2, detail=detail),
+            Waiting(reason=Reason.NO_ROOM, count=1, since=time.time() - 90),
+        )
+    )
+    code, out, _ = run("status", "j")
+    assert code == 0
+    assert f"  waiting: unschedulable: {detail} (2 tasks)\n" in out
+    assert "  waiting: no-room (1 task, the oldest for 1m3" in out
+    told = json.loads(run("status", "j", "--json")[1])["waiting"]
+    assert [(one["reason"], one["count"]) for one in told] == [("unschedulable", 2), ("no-room", 1)]
+    with live.client() as client:
+        found = client.job("j").status().waiting
+    assert [one.reason for one in found] == [Reason.UNSCHEDULABLE, Reason.NO_ROOM]
+    live.do(live.rig.wait_for("j"))
+    assert "waiting" not in run("status", "j")[1]
 
 
 def test_json_on_stdout_has_the_same_shape_each_time(live: Live, run: Run) -> None:

@@ -86,10 +86,21 @@ def test_a_job_runs_through_every_part_on_this_machine(terminal: Terminal) -> No
     terminal.run("results", "squares", "--download", "out")
     files = sorted((terminal.folder / "out").rglob("r.txt"))
     assert [file.read_text() for file in files] == ["9\n", "16\n", "25\n"]
-    told = json.loads(terminal.run("doctor", "--json"))
-    assert {one["check"]: one["verdict"] for one in told["checks"]}["ready"] == "ok"
+    found = json.loads(terminal.run("doctor", "--json"))
+    assert {one["check"]: one["verdict"] for one in found["checks"]}["ready"] == "ok"
     # Another one for the same home would run the same jobs.
     assert "another springtide" in terminal.run("up", "--port", "0", code=8)
+
+    # Nothing here can ever hold this: it is told, within seconds, and not left to guess.
+    terminal.run("submit", "--id", "vast", "--cpu", "1000", "--memory", "32Mi", "--", "true")
+    deadline = time.monotonic() + 15
+    while "waiting: unschedulable" not in (told := terminal.run("status", "vast")):
+        assert time.monotonic() < deadline, told
+        time.sleep(0.2)
+    assert "no node group can hold 1000 cores, 32Mi of memory (1 task)" in told
+    (waiting,) = json.loads(terminal.run("status", "vast", "--json"))["waiting"]
+    assert (waiting["reason"], waiting["count"]) == ("unschedulable", 1)
+    terminal.run("cancel", "vast")
 
     terminal.run("submit", "--id", "long", "--memory", "32Mi", "--", "sleep", "600")
     terminal.run("cancel", "long")

@@ -197,17 +197,16 @@ def test_no_two_clusters_are_asked_for_the_same_task(
         result = policy.apportion([backlog], CLUSTERS, capacity, live)
         total = sum(result.shares.values())
         stuck = (backlog.shape, backlog.clusters) in result.unschedulable
-        assert total <= backlog.count
+        assert total == backlog.count
         allowed = backlog.clusters or CLUSTERS
         assert all(cluster in allowed for cluster, _ in result.shares)
-        if total < backlog.count:
-            heard = [name for name in allowed if name in capacity]
-            assert heard, "with nobody heard of, all of it is asked for in equal parts"
-            assert all(capacity[name].get(backlog.shape) == 0 for name in heard)
-        if stuck:
-            assert total == 0
+        said = [capacity.get(name, {}).get(backlog.shape) for name in allowed]
+        assert stuck == all(most == 0 for most in said)
+        if any(said) and all(most is not None for most in said):
+            told = dict(zip(allowed, said, strict=True))
+            assert all(told[name] for name, _ in result.shares), "no part for who has no place"
     both = policy.apportion(backlogs, CLUSTERS, capacity, live)
-    assert sum(both.shares.values()) <= sum(one.count for one in backlogs)
+    assert sum(both.shares.values()) == sum(one.count for one in backlogs)
 
 
 @PATIENT

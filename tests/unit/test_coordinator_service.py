@@ -32,6 +32,7 @@ from springtide_shared.messages import (
     Credit,
     Demand,
     GroupCapacity,
+    HeldTasks,
     Inventory,
     JobAnswer,
     JobCancel,
@@ -39,6 +40,7 @@ from springtide_shared.messages import (
     JobState,
     LiveAttempt,
     NodeEvents,
+    Pending,
     Shape,
     ShapeCredit,
     ShapePlaces,
@@ -179,6 +181,29 @@ class World:
                 seq=self._seq,
                 valid_until=self.clock.now() + 600,
                 shapes=[ShapePlaces(shape=shape.key, most=n) for shape, n in most.items()],
+            ),
+            cluster=cluster,
+        )
+
+    async def pending(self, cluster: str, held: dict[str, int]) -> None:
+        """So many attempts of each job are held for want of room, since 100 s."""
+        self._seq += 1
+        await self.bus.publish(
+            Pending(
+                cluster=cluster,
+                epoch=1,
+                seq=self._seq,
+                valid_until=self.clock.now() + 45,
+                held=[
+                    HeldTasks(
+                        job_id=job_id,
+                        shape=SHAPE.key,
+                        reason=Reason.NO_ROOM,
+                        count=count,
+                        oldest_at=self.clock.now() - 100,
+                    )
+                    for job_id, count in held.items()
+                ],
             ),
             cluster=cluster,
         )
@@ -809,16 +834,67 @@ def test_a_shape_that_no_cluster_can_hold_is_said_and_not_failed() -> None:
         ) as inbox:
             await world.submit("j", 2)
             await world.capacity("east", {SHAPE: 0})
-            await asyncio.sleep(11)
+            await asyncio.sleep(3)
             events = [one.message for one in await inbox.receive(limit=100, timeout=1)]
             reasons = [one.reason for one in events if isinstance(one, JobEvents)]
             assert reasons[-1] is Reason.UNSCHEDULABLE
             assert (await world.view("j")).counts.queued == 2
+            (waiting,) = (await world.view("j")).waiting
+            assert (waiting.reason, waiting.count) == (Reason.UNSCHEDULABLE, 2)
+            assert waiting.detail == "no node group can hold 1 cores, 256Mi of memory"
+            assert isinstance(events[-1], JobEvents)
+            assert events[-1].waiting == [waiting]
+            await world.restart()  # the next capacity tells it to the new life
+            await world.capacity("east", {SHAPE: 0})
+            await asyncio.sleep(3)
+            assert (await world.view("j")).waiting == [waiting]
             await world.capacity("east", {SHAPE: 5})
-            await asyncio.sleep(11)
+            await asyncio.sleep(3)
             events = [one.message for one in await inbox.receive(limit=100, timeout=1)]
             reasons = [one.reason for one in events if isinstance(one, JobEvents)]
             assert reasons[-1] is None
+            (waiting,) = (await world.view("j")).waiting
+            assert waiting.reason is Reason.NO_CREDIT
+
+    in_world(scenario, "east", clusters=("east",))
+
+
+def test_what_a_cluster_holds_back_is_told_of_each_job() -> None:
+    async def scenario(world: World) -> None:
+        async with world.bus.subscribe(
+            Subscription(queue="listener", types=(JobEvents,), durable=False)
+        ) as inbox:
+            await world.submit("a", 3)
+            await world.submit("b", 3)
+            await world.credit("east", 6)
+            assert (await world.view("a")).waiting == []
+            await world.pending("east", {"a": 2, "": 5})
+            await asyncio.sleep(2)
+            (waiting,) = (await world.view("a")).waiting
+            assert (waiting.reason, waiting.count) == (Reason.NO_ROOM, 2)
+            assert waiting.since == world.clock.now() - 102
+            assert (await world.view("b")).waiting == []
+            told = [one.message for one in await inbox.receive(limit=100, timeout=1)]
+            of_a = [one for one in told if isinstance(one, JobEvents) and one.job_id == "a"]
+            assert of_a[-1].waiting == [waiting]
+            await asyncio.sleep(60)  # its word has expired: nobody knows any more
+            assert (await world.view("a")).waiting == []
+            await world.pending("east", {"b": 1})
+            await world.end("east", "b", range(3), 1, Reason.COMPLETED)
+            assert (await world.view("b")).waiting == []
+
+    in_world(scenario, "east", clusters=("east",))
+
+
+def test_a_limit_of_the_job_s_own_is_told_as_such() -> None:
+    async def scenario(world: World) -> None:
+        await world.submit("j", 10, limits={"parallelism": 4})
+        await world.credit("east", 3)
+        told = [(one.reason, one.count) for one in (await world.view("j")).waiting]
+        assert told == [(Reason.LIMIT_REACHED, 6), (Reason.NO_CREDIT, 1)]
+        await world.bus.publish_body("job.cancel.v1", msgspec.json.encode({"id": "j"}))
+        await asyncio.sleep(1)
+        assert (await world.view("j")).waiting == []
 
     in_world(scenario, "east", clusters=("east",))
 

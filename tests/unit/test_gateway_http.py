@@ -34,7 +34,7 @@ from springtide_shared.messages.cluster import (
     ShapeCredit,
     Usage,
 )
-from springtide_shared.messages.job import JobAnswer, JobCancel, JobState
+from springtide_shared.messages.job import JobAnswer, JobCancel, JobState, Waiting
 from springtide_shared.messages.records import record_key
 
 Check = Callable[[Rig, httpx.AsyncClient], Awaitable[None]]
@@ -523,6 +523,26 @@ def test_a_stream_tells_the_state_then_each_change_and_ends(tmp_path: Path) -> N
             assert [line async for line in lines] == [""]
 
     run(tmp_path, check)
+
+
+def test_why_tasks_wait_reaches_the_caller_by_every_way(tmp_path: Path) -> None:
+    async def check(made: Rig, client: httpx.AsyncClient) -> None:
+        await client.post("/api/v1/jobs", json=a_job(size=2))
+        detail = "no node group can hold 1000 cores, 1Gi of memory"
+        cause = Waiting(reason=Reason.UNSCHEDULABLE, count=2, detail=detail)
+        told = {"reason": "unschedulable", "count": 2, "since": None, "detail": detail}
+        async with client.stream("GET", "/api/v1/jobs/job-1/events") as response:
+            lines = response.aiter_lines()
+            assert (await next_event(lines))[1]["waiting"] == []
+            await made.wait_for("job-1", cause)
+            assert (await next_event(lines))[1]["waiting"] == [told], "it is news by itself"
+            assert (await client.get("/api/v1/jobs/job-1")).json()["waiting"] == [told]
+            assert (await client.get("/api/v1/jobs")).json()["jobs"][0]["waiting"] == [told]
+            made.is_mute = True
+            await made.wait_for("job-1")
+            assert (await next_event(lines))[1]["waiting"] == [], "told by no broadcast"
+
+    run(tmp_path, check, stream_heartbeat_seconds=0.05)
 
 
 def test_a_stream_finds_what_no_broadcast_told(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from springtide_shared.messages.job import (
     JobState,
     JobSubmit,
     TaskCounts,
+    Waiting,
 )
 from springtide_shared.messages.records import CompletionRecord, StoredFile, task_prefix
 from springtide_shared.ports.bus import Subscription
@@ -176,6 +177,9 @@ progress = st.builds(
     state=st.sampled_from(JobState),
     counts=counts,
     at=st.floats(0, 10),
+    waiting=st.lists(
+        st.builds(Waiting, reason=st.sampled_from(Reason), count=st.integers(1, 3)), max_size=2
+    ),
 )
 
 

@@ -121,7 +121,8 @@ class Job:
         self.dirty_chunks: dict[int, None] = {}
         self.final_at: float | None = None
         self.cancel_sent_at: float | None = None
-        self.is_unschedulable = False
+        self.stuck: dict[str, None] = {}
+        """Keys of its shapes that no cluster it may use can ever hold."""
         self._templates: dict[int, TaskTemplate] = {}
 
     # ------------------------------------------------------------ what it is
@@ -172,6 +173,13 @@ class Job:
     def queued_again(self) -> int:
         """Queued tasks that were tried before."""
         return sum(self.levels.values())
+
+    def queued_by_level(self) -> list[tuple[int, int]]:
+        """(Memory level, queued tasks) in order of levels, never-started ones included."""
+        levels = dict(self.levels)
+        if fresh := self.body.fresh:
+            levels[0] = levels.get(0, 0) + fresh
+        return sorted(levels.items())
 
     def chunk_size(self, number: int) -> int:
         """Tasks of a chunk: 4,096, fewer in the last one."""
@@ -328,6 +336,7 @@ class Job:
             self.state = JobState.FAILED
         else:
             self.state = JobState.SUCCEEDED
+        body.waiting = []
         body.ended_at = now
         self.final_at = now
         return True

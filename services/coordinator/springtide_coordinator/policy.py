@@ -1,7 +1,7 @@
 """What the coordinator decides: pure functions from what it sees and the time to what should be.
 
-Four decisions: what an account of an attempt makes of its task, which tasks go where now, how many
-places each cluster should have, and which attempts must be given up for lost.
+What an account of an attempt makes of its task, which tasks go where now, how many places each
+cluster should have, why tasks wait, and which attempts must be given up for lost.
 """
 
 from __future__ import annotations
@@ -27,8 +27,17 @@ from springtide_shared.ledger.records import (
     charge_of,
     is_budgeted,
 )
-from springtide_shared.messages.job import JobState, RetrySpec
+from springtide_shared.messages.cluster import (
+    Capacity,
+    Credit,
+    HeldTasks,
+    Pending,
+    ShapeDemand,
+)
+from springtide_shared.messages.job import JobState, RetrySpec, Waiting
+from springtide_shared.messages.shape import Shape
 from springtide_shared.messages.slices import MAX_SLICE_TASKS, Range
+from springtide_shared.units import format_bytes, format_cpu
 
 MAX_ATTEMPTS: Final = 65_535
 MAX_SLICE_BYTES: Final = 800 * 1024
@@ -153,6 +162,81 @@ def pause_before(times: int, index: int, rules: Rules) -> float:
 
 
 # ---------------------------------------------------------------- dispatch
+
+
+def rooms_of(
+    parts: Iterable[Credit], live: Mapping[tuple[str, str], int]
+) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+    """What the clusters offer.
+
+    Returns:
+        (cluster, shape key) → places beyond our own live attempts there; shape key → all places.
+    """
+    rooms: dict[tuple[str, str], int] = {}
+    offered: dict[str, int] = {}
+    for part in parts:
+        for entry in part.shapes:
+            key = (part.cluster, entry.shape)
+            offered[entry.shape] = offered.get(entry.shape, 0) + entry.total
+            if (room := entry.total - live.get(key, 0)) > 0:
+                rooms[key] = room
+    return rooms, offered
+
+
+def totals_of(
+    capacities: Iterable[Capacity], offered: Mapping[str, int], shapes: Mapping[str, Shape]
+) -> tuple[int, int]:
+    """What tenants' shares are shares of: all that the clusters may grow to, else have now.
+
+    Returns:
+        (cpu_millis, memory_bytes).
+    """
+    cpu = memory = 0
+    for part in capacities:
+        for group in part.groups:
+            cpu += group.max_size * group.cpu_millis
+            memory += group.max_size * group.memory_bytes
+    if cpu and memory:
+        return cpu, memory
+    for key, places in offered.items():
+        if (shape := shapes.get(key)) is not None:
+            cpu += places * shape.cpu_millis
+            memory += places * shape.memory_bytes
+    return cpu, memory
+
+
+def candidates_of(jobs: Iterable[Job], now: float) -> tuple[list[Candidate], dict[str, int]]:
+    """What waits and may be dispatched now; retries whose pause is over become ready by this.
+
+    Returns:
+        The candidates; job id → how many more of its tasks may be live, where it has a limit.
+    """
+    candidates: list[Candidate] = []
+    parallel: dict[str, int] = {}
+    for job in jobs:
+        if job.state not in (JobState.ACCEPTED, JobState.RUNNING) or not job.body.queued:
+            continue
+        job.promote(now)
+        if job.spec.parallelism is not None:
+            parallel[job.job_id] = job.parallel_room
+        ready = {0: job.body.fresh}
+        for (_, level), indices in job.ready.items():
+            ready[level] = ready.get(level, 0) + len(indices)
+        candidates += [
+            Candidate(
+                job_id=job.job_id,
+                tenant=job.tenant,
+                priority=job.spec.priority,
+                created_at=job.created_at,
+                level=level,
+                shape=job.shape(level),
+                count=count,
+                clusters=tuple(job.spec.clusters),
+            )
+            for level, count in sorted(ready.items())
+            if count
+        ]
+    return candidates, parallel
 
 
 def plan_dispatch(
@@ -306,6 +390,78 @@ def ranges_of(indices: Iterable[int]) -> list[Range]:
 # ---------------------------------------------------------------- demand
 
 
+def backlogs_of(jobs: Iterable[Job]) -> list[Backlog]:
+    """What has no place, by shape and the clusters it may use; limits of the jobs applied."""
+    waiting: dict[tuple[str, tuple[str, ...]], int] = {}
+    for job in jobs:
+        if job.state not in (JobState.ACCEPTED, JobState.RUNNING) or not job.body.queued:
+            continue
+        room = job.parallel_room
+        for level, count in job.queued_by_level():
+            key = (job.shape(level).key, tuple(job.spec.clusters))
+            counted = min(count, room)
+            room -= counted
+            waiting[key] = waiting.get(key, 0) + counted
+    return [
+        Backlog(shape=shape, clusters=clusters, count=count)
+        for (shape, clusters), count in waiting.items()
+    ]
+
+
+def most_places(capacities: Iterable[Capacity]) -> dict[str, dict[str, int]]:
+    """Cluster → shape key → most places it could ever have, as far as clusters have said."""
+    found: dict[str, dict[str, int]] = {}
+    for part in capacities:
+        found.setdefault(part.cluster, {}).update(
+            (entry.shape, entry.most) for entry in part.shapes
+        )
+    return found
+
+
+def fitting(capacities: Iterable[Capacity]) -> dict[str, bool]:
+    """Shape key → whether any group of the cluster can hold it."""
+    return {entry.shape: entry.most > 0 for part in capacities for entry in part.shapes}
+
+
+def demand_of(
+    cluster: str,
+    backlogs: Iterable[Backlog],
+    shares: Mapping[tuple[str, str], int],
+    live: Mapping[tuple[str, str], int],
+    shapes: Mapping[str, Shape],
+) -> list[ShapeDemand]:
+    """All places that one cluster should have, in order of shape keys.
+
+    A shape that may run there and has no share of this cluster is listed too: only of what is
+    listed the cluster says how many it could hold.
+    """
+    wanted = {shape: None for where, shape in (*live, *shares) if where == cluster}
+    for item in backlogs:
+        if not item.clusters or cluster in item.clusters:
+            wanted.setdefault(item.shape)
+    entries = []
+    for shape in sorted(wanted):
+        running = live.get((cluster, shape), 0)
+        backlog = shares.get((cluster, shape), 0)
+        entries.append(
+            ShapeDemand(
+                shape=shapes[shape], wanted=running + backlog, running=running, backlog=backlog
+            )
+        )
+    return entries
+
+
+def stuck_shapes(
+    job: Job, unschedulable: Container[tuple[str, tuple[str, ...]]]
+) -> dict[str, None]:
+    """Shapes in which a job's queued tasks ask for more than any cluster they may use can hold."""
+    if job.state not in (JobState.ACCEPTED, JobState.RUNNING) or not job.body.queued:
+        return {}
+    clusters = tuple(job.spec.clusters)
+    keys = [job.shape(level).key for level, _ in job.queued_by_level()]
+    return {key: None for key in keys if (key, clusters) in unschedulable}
+
+
 def apportion(
     backlogs: Sequence[Backlog],
     clusters: Sequence[str],
@@ -340,6 +496,9 @@ def apportion(
         usual = sum(weights.values()) / len(weights) if any(weights.values()) else 1.0
         for name in heard or allowed:
             weights.setdefault(name, usual)
+        if not any(weights.values()):
+            # Nowhere to go: it is asked for all the same, so that the clusters go on saying so.
+            weights = dict.fromkeys(weights, 1.0)
         for name, share in split(backlog.count, weights).items():
             if share:
                 key = (name, shape)
@@ -358,6 +517,73 @@ def split(count: int, weights: Mapping[str, float]) -> dict[str, int]:
     for name in sorted(weights, key=lambda one: (shares[one] - exact[one], one))[:rest]:
         shares[name] += 1
     return shares
+
+
+# ---------------------------------------------------------------- why tasks wait
+
+
+def waiting_of(job: Job, held: Sequence[HeldTasks]) -> list[Waiting]:
+    """Why tasks of a job do not run yet, gravest cause first.
+
+    Tasks that pause before their next attempt are left out: that ends by itself, and soon.
+
+    Args:
+        held: what clusters say of this job's attempts that they hold back.
+    """
+    if job.state not in (JobState.ACCEPTED, JobState.RUNNING):
+        return []
+    found: list[Waiting] = []
+    left = job.body.queued
+    for level, count in job.queued_by_level() if job.stuck else ():
+        shape = job.shape(level)
+        if shape.key in job.stuck:
+            left -= count
+            detail = f"no node group can hold {say_shape(shape)}"
+            found.append(Waiting(reason=Reason.UNSCHEDULABLE, count=count, detail=detail))
+    causes: dict[Reason, tuple[int, float]] = {}
+    for item in held:
+        count, since = causes.get(item.reason, (0, item.oldest_at))
+        causes[item.reason] = count + item.count, min(since, item.oldest_at)
+    found += [
+        Waiting(reason=reason, count=count, since=since, detail="held by its cluster")
+        for reason, (count, since) in sorted(causes.items())
+    ]
+    left -= min(left, len(job.waiting))
+    room = min(left, job.parallel_room)
+    if left > room:
+        detail = "limits.parallelism of the job is reached"
+        found.append(Waiting(reason=Reason.LIMIT_REACHED, count=left - room, detail=detail))
+    if room:
+        detail = "no cluster offers a place yet"
+        found.append(Waiting(reason=Reason.NO_CREDIT, count=room, detail=detail))
+    return found
+
+
+def say_shape(shape: Shape) -> str:
+    """A shape for people."""
+    text = f"{format_cpu(shape.cpu_millis)} cores, {format_bytes(shape.memory_bytes)} of memory"
+    scratch = shape.scratch_bytes
+    return f"{text}, {format_bytes(scratch)} of scratch" if scratch else text
+
+
+def held_by_job(parts: Iterable[Pending]) -> dict[str, list[HeldTasks]]:
+    """What a cluster holds back, by job; what is said of no job in particular is left out."""
+    found: dict[str, list[HeldTasks]] = {}
+    for part in parts:
+        for item in part.held:
+            if item.job_id:
+                found.setdefault(item.job_id, []).append(item)
+    return found
+
+
+def same_causes(
+    before: Mapping[str, Sequence[HeldTasks]], after: Mapping[str, Sequence[HeldTasks]]
+) -> bool:
+    """Whether the same jobs are held back for the same reasons, be it more or fewer of them."""
+    return before.keys() == after.keys() and all(
+        {item.reason for item in before[job_id]} == {item.reason for item in items}
+        for job_id, items in after.items()
+    )
 
 
 # ---------------------------------------------------------------- inventory

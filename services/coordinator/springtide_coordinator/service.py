@@ -11,14 +11,14 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from springtide_coordinator import policy
 from springtide_coordinator.config import CoordinatorConfig
 from springtide_coordinator.keeper import Change, Keeper, Outgoing, SupersededError
-from springtide_coordinator.model import Backlog, Candidate, Grant, Job
+from springtide_coordinator.model import Apportioned, Grant, Job
 from springtide_shared.errors import (
     InvalidFieldError,
     PermanentError,
@@ -37,6 +37,7 @@ from springtide_shared.messages import (
     Capacity,
     Credit,
     Demand,
+    HeldTasks,
     Inventory,
     JobAnswer,
     JobCancel,
@@ -46,10 +47,11 @@ from springtide_shared.messages import (
     LiveAttempt,
     Message,
     NodeEvents,
+    Pending,
     Pin,
-    ShapeDemand,
     SliceCancel,
     SliceRun,
+    Waiting,
     decode,
     parse_job,
 )
@@ -123,6 +125,9 @@ class Coordinator(Service):
         self._credits: SnapshotShelf[Credit] = SnapshotShelf()
         self._capacities: SnapshotShelf[Capacity] = SnapshotShelf()
         self._inventories: SnapshotShelf[Inventory] = SnapshotShelf()
+        self._pendings: SnapshotShelf[Pending] = SnapshotShelf()
+        self._held: dict[str, tuple[float, dict[str, list[HeldTasks]]]] = {}
+        """Cluster → until when its word holds, and what it holds back, by job."""
         self._writers: dict[str, SnapshotWriter] = {}
         self._clusters: dict[str, None] = dict.fromkeys(config.clusters)
         self._absent: dict[str, dict[AttemptId, float]] = {}
@@ -133,6 +138,7 @@ class Coordinator(Service):
         self._wake_outbox = Wake()
         self._wake_demand = Wake()
         self._wake_news = Wake()
+        self._wake_waiting = Wake()
 
     # ------------------------------------------------------------ life
     async def start(self) -> None:
@@ -171,7 +177,7 @@ class Coordinator(Service):
             self.consumer(
                 Subscription(
                     queue="coordinator.snapshots",
-                    types=(Credit, Capacity, Inventory),
+                    types=(Credit, Capacity, Inventory, Pending),
                     durable=False,
                     max_length=5_000,
                 ),
@@ -199,6 +205,13 @@ class Coordinator(Service):
                 wake=self._wake_news,
                 least=config.job_events_seconds,
             ),
+            self.timer(
+                "waiting",
+                config.demand_seconds,
+                self._note_waiting,
+                wake=self._wake_waiting,
+                least=config.job_events_seconds,
+            ),
             self.timer("reconcile", config.reconcile_seconds, self._reconcile),
         ]
 
@@ -218,6 +231,8 @@ class Coordinator(Service):
     # ------------------------------------------------------------ commits
     async def _commit(self, change: Change) -> None:
         """Make it durable; then wake what follows from it and tell whoever listens."""
+        for job in change.jobs.values():
+            job.body.waiting = self._waiting_of(job)
         await self._keeper.commit(change)
         if change.outgoing:
             self._wake_outbox()
@@ -497,62 +512,12 @@ class Coordinator(Service):
             return []
         book = self._keeper.book
         now = self.clock.now()
-        rooms: dict[tuple[str, str], int] = {}
-        offered: dict[str, int] = {}
-        for edition in self._credits.all_fresh(now):
-            for part in edition.parts:
-                for entry in part.shapes:
-                    key = (edition.cluster, entry.shape)
-                    offered[entry.shape] = offered.get(entry.shape, 0) + entry.total
-                    if (room := entry.total - book.live.get(key, 0)) > 0:
-                        rooms[key] = room
+        rooms, offered = policy.rooms_of(self._credits.fresh_parts(now), book.live)
         if not rooms:
             return []
-        candidates: list[Candidate] = []
-        parallel: dict[str, int] = {}
-        for job in book.jobs.values():
-            if job.state not in (JobState.ACCEPTED, JobState.RUNNING) or not job.body.queued:
-                continue
-            job.promote(now)
-            if job.spec.parallelism is not None:
-                parallel[job.job_id] = job.parallel_room
-            ready = {0: job.body.fresh}
-            for (_, level), indices in job.ready.items():
-                ready[level] = ready.get(level, 0) + len(indices)
-            candidates += [
-                Candidate(
-                    job_id=job.job_id,
-                    tenant=job.tenant,
-                    priority=job.spec.priority,
-                    created_at=job.created_at,
-                    level=level,
-                    shape=job.shape(level),
-                    count=count,
-                    clusters=tuple(job.spec.clusters),
-                )
-                for level, count in sorted(ready.items())
-                if count
-            ]
-        return policy.plan_dispatch(
-            candidates, rooms, book.usage, self._totals(now, offered), parallel
-        )
-
-    def _totals(self, now: float, offered: dict[str, int]) -> tuple[int, int]:
-        """What tenants' shares are shares of: all that the clusters may grow to, else have now."""
-        cpu = memory = 0
-        for edition in self._capacities.all_fresh(now):
-            for part in edition.parts:
-                for group in part.groups:
-                    cpu += group.max_size * group.cpu_millis
-                    memory += group.max_size * group.memory_bytes
-        if cpu and memory:
-            return cpu, memory
-        shapes = self._keeper.book.shapes
-        for key, places in offered.items():
-            if (shape := shapes.get(key)) is not None:
-                cpu += places * shape.cpu_millis
-                memory += places * shape.memory_bytes
-        return cpu, memory
+        candidates, parallel = policy.candidates_of(book.jobs.values(), now)
+        totals = policy.totals_of(self._capacities.fresh_parts(now), offered, book.shapes)
+        return policy.plan_dispatch(candidates, rooms, book.usage, totals, parallel)
 
     def _give(self, change: Change, grant: Grant, most: int) -> int:
         """Turn up to `most` tasks of a grant into slices; returns how many.
@@ -706,10 +671,18 @@ class Coordinator(Service):
                 self._meet(message.cluster)
                 if self._credits.take(message) is not None and self._is_queued():
                     self._wake_dispatch()
+            elif isinstance(message, Pending):
+                self._meet(message.cluster)
+                if (pending := self._pendings.take(message)) is not None:
+                    self._take_pending(pending)
             elif isinstance(message, Capacity):
                 self._meet(message.cluster)
+                known = self._capacities.fresh(message.cluster, self.clock.now())
                 capacity = self._capacities.take(message)
                 if capacity is not None:
+                    before = {} if known is None else policy.fitting(known.parts)
+                    if policy.fitting(capacity.parts) != before:
+                        self._wake_demand()  # there it is found out that a job is stuck
                     self._keeper.largest[message.cluster] = max(
                         (group.memory_bytes for part in capacity.parts for group in part.groups),
                         default=0,
@@ -856,51 +829,15 @@ class Coordinator(Service):
     async def _publish_demand(self) -> None:
         now = self.clock.now()
         book = self._keeper.book
-        waiting: dict[tuple[str, tuple[str, ...]], int] = {}
-        jobs: dict[tuple[str, tuple[str, ...]], list[Job]] = {}
-        for job in book.jobs.values():
-            if job.state not in (JobState.ACCEPTED, JobState.RUNNING) or not job.body.queued:
-                continue
-            room = job.parallel_room
-            levels = dict(job.levels)
-            levels[0] = levels.get(0, 0) + job.body.fresh
-            for level, count in sorted(levels.items()):
-                key = (job.shape(level).key, tuple(job.spec.clusters))
-                counted = min(count, room)
-                room -= counted
-                waiting[key] = waiting.get(key, 0) + counted
-                jobs.setdefault(key, []).append(job)
+        backlogs = policy.backlogs_of(book.jobs.values())
         # A cluster that a job names wants demand although nothing was heard of it: that starts it.
-        named = {name: None for _, clusters in waiting for name in clusters}
+        named = {name: None for backlog in backlogs for name in backlog.clusters}
         clusters = sorted(self._clusters | named)
-        capacity = {
-            edition.cluster: {
-                entry.shape: entry.most for part in edition.parts for entry in part.shapes
-            }
-            for edition in self._capacities.all_fresh(now)
-        }
-        backlogs = [
-            Backlog(shape=shape, clusters=allowed, count=count)
-            for (shape, allowed), count in waiting.items()
-            if count
-        ]
+        capacity = policy.most_places(self._capacities.fresh_parts(now))
         shares = policy.apportion(backlogs, clusters, capacity, book.live)
-        await self._flag_unschedulable(jobs, shares.unschedulable)
+        self._note_stuck(shares)
         for cluster in clusters:
-            wanted = {shape: None for where, shape in book.live if where == cluster}
-            wanted |= {shape: None for where, shape in shares.shares if where == cluster}
-            entries = []
-            for shape in sorted(wanted):
-                running = book.live.get((cluster, shape), 0)
-                backlog = shares.shares.get((cluster, shape), 0)
-                entries.append(
-                    ShapeDemand(
-                        shape=book.shapes[shape],
-                        wanted=running + backlog,
-                        running=running,
-                        backlog=backlog,
-                    )
-                )
+            entries = policy.demand_of(cluster, backlogs, shares.shares, book.live, book.shapes)
             writer = self._writers.get(cluster)
             if writer is None:
                 writer = self._writers[cluster] = SnapshotWriter(cluster, self._keeper.epoch)
@@ -908,22 +845,51 @@ class Coordinator(Service):
             for part in writer.parts(Demand, valid_until, "shapes", entries):
                 await self._tell(part, cluster)
 
-    async def _flag_unschedulable(
-        self, jobs: dict[tuple[str, tuple[str, ...]], list[Job]], stuck: dict[Any, None]
-    ) -> None:
-        """Say once of each job that none of its clusters can hold it, and once that one can."""
-        is_stuck: dict[str, bool] = {}
-        by_id: dict[str, Job] = {}
-        for key, waiting in jobs.items():
-            for job in waiting:
-                by_id[job.job_id] = job
-                is_stuck[job.job_id] = is_stuck.get(job.job_id, False) or key in stuck
-        for job_id, job in by_id.items():
-            if job.is_unschedulable != is_stuck[job_id]:
-                job.is_unschedulable = is_stuck[job_id]
-                if job.is_unschedulable:
-                    self.log.warning("job.unschedulable", job=job_id)
-                await self._tell(self._job_events(job))
+    def _note_stuck(self, shares: Apportioned) -> None:
+        """Remember of each job which of its shapes none of its clusters can hold."""
+        for job in self._keeper.book.jobs.values():
+            if job.stuck or shares.unschedulable:
+                stuck = policy.stuck_shapes(job, shares.unschedulable)
+                if stuck != job.stuck:
+                    job.stuck = stuck
+                    self._wake_waiting()
+                    if stuck:
+                        self.log.warning("job.unschedulable", job=job.job_id)
+
+    # ------------------------------------------------------------ why tasks wait
+    def _take_pending(self, edition: Edition[Pending]) -> None:
+        held = policy.held_by_job(edition.parts)
+        _, before = self._held.get(edition.cluster, (0.0, {}))
+        self._held[edition.cluster] = (edition.valid_until, held)
+        if not policy.same_causes(before, held):
+            self._wake_waiting()
+
+    def _waiting_of(self, job: Job) -> list[Waiting]:
+        now = self.clock.now()
+        held = [
+            item
+            for valid_until, by_job in self._held.values()
+            if now < valid_until
+            for item in by_job.get(job.job_id, ())
+        ]
+        return policy.waiting_of(job, held)
+
+    async def _note_waiting(self) -> None:
+        """Write down why tasks wait, of jobs for which that has changed without anything else."""
+        jobs = self._keeper.book.jobs
+        others = [job_id for job_id, job in jobs.items() if self._waits_otherwise(job)]
+        for start in range(0, len(others), _COMMIT_TASKS):
+            async with self._keeper.change() as change:
+                for job_id in others[start : start + _COMMIT_TASKS]:
+                    job = self._keeper.book.jobs.get(job_id)
+                    if job is not None and self._waits_otherwise(job):
+                        change.touch(job)
+                if change.jobs:
+                    await self._commit(change)
+            await asyncio.sleep(0)
+
+    def _waits_otherwise(self, job: Job) -> bool:
+        return not job.state.is_final and self._waiting_of(job) != job.body.waiting
 
     # ------------------------------------------------------------ progress, reconcile
     def _job_events(self, job: Job) -> JobEvents:
@@ -933,7 +899,8 @@ class Coordinator(Service):
             state=job.state,
             counts=job.body.counts(),
             at=self.clock.now(),
-            reason=Reason.UNSCHEDULABLE if job.is_unschedulable else None,
+            reason=Reason.UNSCHEDULABLE if job.stuck else None,
+            waiting=job.body.waiting,
         )
 
     async def _publish_news(self) -> None:

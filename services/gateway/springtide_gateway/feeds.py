@@ -62,7 +62,11 @@ class JobFeed:
             if listener.tenant == event.tenant:
                 listener.put(
                     JobProgress(
-                        id=event.job_id, state=event.state, counts=event.counts, at=event.at
+                        id=event.job_id,
+                        state=event.state,
+                        counts=event.counts,
+                        at=event.at,
+                        waiting=event.waiting,
                     )
                 )
 

@@ -99,13 +99,16 @@ def job_info(view: JobView, *, with_spec: bool = False) -> JobInfo:
         counts=view.counts,
         created_at=view.created_at,
         ended_at=view.ended_at,
+        waiting=view.waiting,
         spec=spec if with_spec else None,
     )
 
 
 def progress_of(view: JobView, now: float) -> JobProgress:
     """The job's state as an event of its stream."""
-    return JobProgress(id=view.spec.id, state=view.state, counts=view.counts, at=now)
+    return JobProgress(
+        id=view.spec.id, state=view.state, counts=view.counts, at=now, waiting=view.waiting
+    )
 
 
 def is_news(event: JobProgress, shown: JobProgress) -> bool:
@@ -115,7 +118,7 @@ def is_news(event: JobProgress, shown: JobProgress) -> bool:
     """
     if shown.state.is_final or _settled(event) < _settled(shown):
         return False
-    return (event.state, event.counts) != (shown.state, shown.counts)
+    return (event.state, event.counts, event.waiting) != (shown.state, shown.counts, shown.waiting)
 
 
 def _settled(event: JobProgress) -> int:

@@ -39,6 +39,7 @@ from springtide_shared.messages.job import (
     JobEvents,
     JobState,
     JobSubmit,
+    Waiting,
     normalise,
 )
 from springtide_shared.messages.records import (
@@ -243,6 +244,15 @@ class Rig:
         await self._update(row, body, state, task)
         await self.announce(job_id)
 
+    async def wait_for(self, job_id: str, *causes: Waiting) -> None:
+        """Write down why the job's tasks wait; its event is sent."""
+        row = await self.ledger.job(job_id)
+        assert row is not None
+        body = unpack_body(row.body)
+        body.waiting = list(causes)
+        await self._update(row, body, row.state)
+        await self.announce(job_id)
+
     async def announce(self, job_id: str) -> None:
         """Broadcast the job's state."""
         if self.is_mute:
@@ -255,6 +265,7 @@ class Rig:
                 tenant=row.tenant,
                 state=row.state,
                 counts=unpack_body(row.body).counts(),
+                waiting=unpack_body(row.body).waiting,
                 at=self.clock.now(),
             )
         )

@@ -1053,17 +1053,17 @@ class Core:
         return found
 
     def pending(self) -> list[HeldTasks]:
-        """Attempts without a pod, by shape and cause."""
-        groups: dict[tuple[str, Reason], tuple[int, float]] = {}
+        """Attempts without a pod, by job, shape and cause."""
+        groups: dict[tuple[str, str, Reason], tuple[int, float]] = {}
         waiting = [one for of_shape in self._held.values() for one in of_shape.values()]
         waiting += [one for one in self._creates if one.stage is Stage.QUEUED]
         for attempt in waiting:
-            group = (attempt.shape_key, attempt.why_held)
+            group = (attempt.key.job_id, attempt.shape_key, attempt.why_held)
             count, oldest = groups.get(group, (0, attempt.held_at))
             groups[group] = (count + 1, min(oldest, attempt.held_at))
         return [
-            HeldTasks(shape=shape, reason=reason, count=count, oldest_at=oldest)
-            for (shape, reason), (count, oldest) in sorted(groups.items())
+            HeldTasks(job_id=job_id, shape=shape, reason=reason, count=count, oldest_at=oldest)
+            for (job_id, shape, reason), (count, oldest) in sorted(groups.items())
         ]
 
     def inventory(self) -> list[LiveAttempt]:

@@ -37,6 +37,7 @@ def job_view_of(row: JobRow) -> JobView | None:
         counts=body.counts(),
         created_at=row.created_at,
         ended_at=body.ended_at,
+        waiting=body.waiting,
     )
 
 

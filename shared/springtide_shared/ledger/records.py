@@ -17,7 +17,7 @@ from springtide_shared.errors import Reason, RetryClass, retry_class
 from springtide_shared.ledger.attempts import NO_EXIT, STAGES, Attempt
 from springtide_shared.ledger.views import TaskState, TaskView
 from springtide_shared.messages.attempts import AttemptState
-from springtide_shared.messages.job import JobSpec, TaskCounts
+from springtide_shared.messages.job import JobSpec, TaskCounts, Waiting
 
 CHARGES: Final = (
     "application",
@@ -116,6 +116,8 @@ class JobBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     cpu_seconds: float = 0.0
     summaries: int = 0
     ended_at: float | None = None
+    waiting: list[Waiting] = msgspec.field(default_factory=list)
+    """Why its tasks waited when the row was written."""
     late_spec: bytes = b""
     """The packed spec of a job that came after its tombstone."""
 

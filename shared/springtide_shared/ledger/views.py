@@ -8,7 +8,7 @@ import msgspec
 
 from springtide_shared.errors import Reason
 from springtide_shared.messages.attempts import AttemptState
-from springtide_shared.messages.job import JobSpec, JobState, TaskCounts
+from springtide_shared.messages.job import JobSpec, JobState, TaskCounts, Waiting
 
 
 class TaskState(StrEnum):
@@ -31,6 +31,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     counts: TaskCounts
     created_at: float
     ended_at: float | None = None
+    waiting: list[Waiting] = []
+    """Why its tasks wait, gravest cause first."""
 
 
 class TaskView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -50,6 +50,7 @@ from springtide_shared.messages.job import (
     JobSubmit,
     RetrySpec,
     TaskCounts,
+    Waiting,
     parse_job,
 )
 from springtide_shared.messages.migration import (
@@ -129,6 +130,7 @@ __all__ = [
     "VacateAction",
     "VacateEvents",
     "VacateStep",
+    "Waiting",
     "decode",
     "encode",
     "parse_job",

@@ -33,19 +33,22 @@ class Credit(Snapshot, frozen=True, kw_only=True, omit_defaults=True):
 
     topic: ClassVar[str] = "credit"
     producer: ClassVar[str] = "submitter"
-    consumers: ClassVar[tuple[str, ...]] = ("coordinator", "scaler")
+    consumers: ClassVar[tuple[str, ...]] = ("coordinator", "gateway")
     duplicate: ClassVar[str] = "nothing: totals"
 
     shapes: list[ShapeCredit] = []
 
 
-class HeldTasks(msgspec.Struct, frozen=True, kw_only=True):
-    """Attempts of one shape that wait in the submitter for one cause."""
+class HeldTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Attempts of one job and shape that wait in the submitter for one cause."""
 
     shape: str
     reason: Reason
     count: int
     oldest_at: float
+    """Since when the oldest of them has been held."""
+    job_id: str = ""
+    """Empty: of several jobs, as older submitters say it."""
 
 
 @register
@@ -54,7 +57,7 @@ class Pending(Snapshot, frozen=True, kw_only=True, omit_defaults=True):
 
     topic: ClassVar[str] = "pending"
     producer: ClassVar[str] = "submitter"
-    consumers: ClassVar[tuple[str, ...]] = ("coordinator", "scaler")
+    consumers: ClassVar[tuple[str, ...]] = ("coordinator",)
     duplicate: ClassVar[str] = "nothing: totals"
 
     held: list[HeldTasks] = []

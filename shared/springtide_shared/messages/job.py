@@ -200,6 +200,19 @@ class TaskCounts(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int = 0
 
 
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """Tasks of a job that do not run yet, for one cause."""
+
+    reason: Reason
+    """`unschedulable`: no node group can ever hold them; `limit-reached`: `limits.parallelism`;
+    `no-credit`: no cluster offers a place yet; else why a cluster holds them back."""
+    count: int
+    since: float | None = None
+    """Since when the oldest of them has been held; None: no cluster holds them."""
+    detail: str = ""
+    """The same for people."""
+
+
 @register
 class JobEvents(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Progress of one job, at most once a second and at each change of its state."""
@@ -217,6 +230,8 @@ class JobEvents(Message, frozen=True, kw_only=True, omit_defaults=True):
     at: float
     reason: Reason | None = None
     """Why nothing moves: `unschedulable` while no cluster that it may use can hold its tasks."""
+    waiting: list[Waiting] = []
+    """Why its tasks wait, gravest cause first; what pauses before a retry is left out."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -78,3 +78,7 @@ class SnapshotShelf(Generic[S]):
             for cluster in sorted(self._whole)
             if (edition := self.fresh(cluster, now)) is not None
         ]
+
+    def fresh_parts(self, now: float) -> Sequence[S]:
+        """All parts of `all_fresh`, in order."""
+        return [part for edition in self.all_fresh(now) for part in edition.parts]
