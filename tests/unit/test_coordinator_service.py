@@ -43,6 +43,7 @@ from springtide_shared.messages import (
     Pending,
     Shape,
     ShapeCredit,
+    ShapeDemand,
     ShapePlaces,
     SliceCancel,
     SliceRun,
@@ -209,7 +210,11 @@ class World:
         )
 
     async def inventory(
-        self, cluster: str, settled: tuple[int, int], live: Iterable[tuple[str, int, int]] = ()
+        self,
+        cluster: str,
+        settled: tuple[int, int],
+        live: Iterable[tuple[str, int, int]] = (),
+        began: float | None = None,
     ) -> None:
         self._seq += 1
         await self.bus.publish(
@@ -231,6 +236,7 @@ class World:
                         memory_bytes=1,
                         pod_uid=f"{job_id}-{index}-{attempt}",
                         node="n1",
+                        started_at=began,
                     )
                     for job_id, index, attempt in live
                 ],
@@ -295,6 +301,10 @@ class World:
 
     async def demand(self, cluster: str) -> dict[str, int]:
         """Wanted places per shape in the newest demand."""
+        return {item.shape.key: item.wanted for item in await self.demanded(cluster)}
+
+    async def demanded(self, cluster: str) -> list[ShapeDemand]:
+        """The newest demand."""
         newest: Demand | None = None
         while deliveries := await self._demands[cluster].receive(limit=1_000, timeout=0):
             for delivery in deliveries:
@@ -302,7 +312,7 @@ class World:
                 newest = delivery.message
                 await delivery.ack()
         assert newest is not None, "no demand came"
-        return {entry.shape.key: entry.wanted for entry in newest.shapes}
+        return newest.shapes
 
     async def view(self, job_id: str) -> JobView:
         view = await job_view(self.ledger, job_id)
@@ -1027,6 +1037,43 @@ def test_figures_are_summed_once() -> None:
         assert task.cpu_seconds == 7.5
 
     in_world(scenario, "east")
+
+
+def test_demand_says_how_long_tasks_run_once_enough_have_ended() -> None:
+    async def scenario(world: World) -> None:
+        await world.submit("j", 20)
+        await world.credit("east", 6)
+        figures = [
+            AttemptFigures(
+                job_id="j",
+                index=index,
+                attempt=1,
+                pod_uid="u",
+                cpu_seconds=1.0,
+                wall_seconds=30.0,
+                efficiency=0.1,
+                peak_memory_bytes=1,
+                samples=1,
+            )
+            for index in range(5)
+        ]
+        await world.end("east", "j", range(5), 1, Reason.COMPLETED)
+        await world.bus.publish(AttemptSummary(cluster="east", summaries=figures[:4]))
+        await asyncio.sleep(11)
+        (item,) = await world.demanded("east")
+        assert item.expected_seconds is None, "four are too few"
+        await world.bus.publish(AttemptSummary(cluster="east", summaries=figures[4:]))
+        await asyncio.sleep(11)
+        (item,) = await world.demanded("east")
+        assert item.expected_seconds is None, "how long the sixth runs is not known"
+        began = world.clock.now() - 1_000
+        await world.inventory("east", (1, 10), [("j", 5, 1)], began=began)
+        await asyncio.sleep(11)
+        (item,) = await world.demanded("east")
+        assert item.expected_seconds == pytest.approx((5 * 30 + 1_010) / 5, abs=3)
+        assert item.wanted == 15
+
+    in_world(scenario, "east", clusters=("east",))
 
 
 def test_progress_is_published_at_most_once_a_second() -> None:

@@ -9,14 +9,17 @@ import pytest
 from springtide_coordinator import policy
 from springtide_coordinator.model import Backlog, Book, Job, Rules
 from springtide_shared.errors import Reason
-from springtide_shared.ledger.records import JobBody, Phase
+from springtide_shared.ledger.records import JobBody, Phase, TaskRecord
 from springtide_shared.messages import (
+    AttemptState,
     Capacity,
     Credit,
     GroupCapacity,
     HeldTasks,
+    Inventory,
     JobSpec,
     JobState,
+    LiveAttempt,
     Pending,
     Shape,
     ShapeCredit,
@@ -221,7 +224,7 @@ def test_demand_says_totals_of_one_cluster_only() -> None:
     def demand(*backlogs: Backlog) -> dict[str, tuple[int, int, int]]:
         return {
             item.shape.key: (item.wanted, item.running, item.backlog)
-            for item in policy.demand_of("east", backlogs, shares, live, shapes)
+            for item in policy.demand_of("east", backlogs, shares, live, shapes, {})
         }
 
     assert demand() == {SMALL.key: (6, 1, 5), HUGE.key: (2, 2, 0)}
@@ -241,6 +244,88 @@ def test_what_fits_nowhere_is_asked_for_all_the_same_so_that_clusters_go_on_sayi
     found = policy.apportion([stuck], ("east", "west"), {**most, "west": {HUGE.key: 1}}, {})
     assert found.shares == {("west", HUGE.key): 4}
     assert not found.unschedulable
+
+
+# ---------------------------------------------------------------- how long tasks run
+
+
+def measured(job: Job, ended: int, wall_seconds: float) -> Job:
+    job.body.measured, job.body.wall_seconds = ended, wall_seconds
+    return job
+
+
+@pytest.mark.parametrize(
+    ("ended", "wall", "elapsed", "expected"),
+    [
+        (4, 40.0, 0.0, None),
+        (5, 50.0, 0.0, 10.0),
+        (5, 50.0, 5_000.0, 1_010.0),
+        (5, 50.0, None, None),
+    ],
+    ids=["too few", "none runs any more", "the tail runs", "a cluster is silent"],
+)
+def test_run_times_count_what_still_runs(
+    ended: int, wall: float, elapsed: float | None, expected: float | None
+) -> None:
+    assert policy.run_seconds(measured(a_job(), ended, wall), elapsed) == expected
+
+
+def test_a_shape_has_the_mean_of_the_tasks_that_wait_with_it() -> None:
+    jobs = [measured(a_job(30), 10, 100.0), measured(a_job(10, job_id="k"), 10, 500.0)]
+    assert policy.expected_runs(jobs, lambda _job: 0.0) == {SMALL.key: (30 * 10 + 10 * 50) / 40}
+    jobs.append(a_job(1, job_id="l"))
+    assert policy.expected_runs(jobs, lambda _job: 0.0) == {}, "one that nobody knows of"
+    jobs[-1].state = JobState.CANCELLING
+    assert policy.expected_runs(jobs, lambda _job: 0.0).keys() == {SMALL.key}
+
+
+@pytest.mark.parametrize(
+    ("record", "ends"),
+    [
+        (None, True),
+        (TaskRecord(phase=Phase.SUCCEEDED, attempt=2), True),
+        (TaskRecord(phase=Phase.LIVE, attempt=2), True),
+        (TaskRecord(phase=Phase.QUEUED, attempt=2), False),
+        (TaskRecord(phase=Phase.LIVE, attempt=3), False),
+        (TaskRecord(phase=Phase.SUCCEEDED, attempt=3), False),
+    ],
+    ids=["folded", "settled", "its end is on the way", "to be tried again", "moved on", "redone"],
+)
+def test_only_the_last_attempt_ends_a_task(record: TaskRecord | None, ends: bool) -> None:
+    assert policy.ends_task(record, 2) is ends
+
+
+def test_what_runs_is_counted_by_job() -> None:
+    lives = [
+        LiveAttempt(
+            job_id=job_id,
+            index=index,
+            attempt=1,
+            state=state,
+            shape=SMALL.key,
+            cpu_millis=1,
+            memory_bytes=1,
+            started_at=began,
+        )
+        for index, (job_id, state, began) in enumerate(
+            [
+                ("j", AttemptState.RUNNING, 10.0),
+                ("j", AttemptState.RUNNING, 30.0),
+                ("j", AttemptState.FINISHING, 1.0),
+                ("k", AttemptState.PENDING, None),
+            ]
+        )
+    ]
+    inventory = Inventory(
+        cluster="east",
+        epoch=1,
+        seq=1,
+        valid_until=9.0,
+        settled_below=0,
+        slice_epoch=1,
+        attempts=lives,
+    )
+    assert policy.running_by_job([inventory]) == {"j": (2, 40.0)}
 
 
 def test_what_clusters_can_hold_at_most_is_kept_apart() -> None:

@@ -256,6 +256,39 @@ def test_work_too_short_for_any_node_still_gets_one_place() -> None:
     assert sum(decision.purchases[0].places.values()) == 1
 
 
+def test_tasks_never_wait_for_good_behind_what_runs_longer_than_thought() -> None:
+    rules = replace(RULES, worth_factor=3.0, release_seconds=90.0)
+    short = wants(1_004, running=4, expected_seconds=0.1)
+    full = node("full", runs={shape(): 4})
+    slow = group(cores=4, boot=130.0)
+    first = plan([short], [full], [slow], NOW, rules)
+    assert bought(first) == {"g": 1}, "one more, though all the work is not worth a boot"
+    booting = node("new", state=SlotState.LAUNCHING)
+    assert bought(plan([short], [full, booting], [slow], NOW, rules)) == {}, "and then no more"
+    cordoned = replace(full, state=SlotState.CORDONED)
+    assert bought(plan([short], [cordoned], [slow], NOW, rules)) == {"g": 1}
+
+
+@settings(deadline=None)
+@given(
+    waiting=st.integers(1, 1_000),
+    runs=st.lists(st.integers(1, 4), max_size=4),
+    seconds=st.floats(0.0, 1e4),
+    boot=st.floats(0.0, 1e3),
+    closed=st.booleans(),
+)
+def test_while_tasks_wait_there_is_a_free_or_booting_place_or_one_is_bought(
+    waiting: int, runs: list[int], seconds: float, boot: float, closed: bool
+) -> None:
+    rules = replace(RULES, worth_factor=3.0, release_seconds=90.0)
+    state = SlotState.CORDONED if closed else SlotState.READY
+    nodes = [node(f"n{i}", runs={shape(): count}, state=state) for i, count in enumerate(runs)]
+    demand = wants(sum(runs) + waiting, running=sum(runs), expected_seconds=seconds)
+    free = 0 if closed else sum(4 - count for count in runs)
+    decision = plan([demand], nodes, [group(boot=boot)], NOW, rules)
+    assert free > 0 or decision.purchases
+
+
 def test_work_of_unknown_length_is_bought_in_full() -> None:
     rules = replace(RULES, worth_factor=3.0)
     assert bought(plan([wants(40)], [], [group(cores=4)], NOW, rules)) == {"g": 10}

@@ -7,7 +7,7 @@ cluster should have, why tasks wait, and which attempts must be given up for los
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import islice
 from typing import Final
@@ -27,6 +27,7 @@ from springtide_shared.ledger.records import (
     charge_of,
     is_budgeted,
 )
+from springtide_shared.messages.attempts import AttemptState, Inventory
 from springtide_shared.messages.cluster import (
     Capacity,
     Credit,
@@ -42,6 +43,9 @@ from springtide_shared.units import format_bytes, format_cpu
 MAX_ATTEMPTS: Final = 65_535
 MAX_SLICE_BYTES: Final = 800 * 1024
 """Of a slice's items; what is left of the message's MiB is for its spec and ranges."""
+
+LEAST_MEASURED: Final = 5
+"""Ended tasks of a job before its run times are believed."""
 
 _GOLDEN: Final = 0.6180339887498949
 
@@ -423,17 +427,74 @@ def fitting(capacities: Iterable[Capacity]) -> dict[str, bool]:
     return {entry.shape: entry.most > 0 for part in capacities for entry in part.shapes}
 
 
+def ends_task(record: TaskRecord | None, attempt: int) -> bool:
+    """Whether an ended attempt was its task's last, as far as is known; without a row it was."""
+    return record is None or (record.attempt == attempt and record.phase is not Phase.QUEUED)
+
+
+def run_seconds(job: Job, elapsed: float | None) -> float | None:
+    """Mean run time of a job's tasks in seconds; None: too few have ended, or it cannot be told.
+
+    All time that its attempts have run, those still running included, over the tasks that have
+    ended: right for a constant rate of ends. The mean of the ended ones alone would miss the tail,
+    which is what still runs.
+
+    Args:
+        elapsed: how long its running attempts have run up to now, in seconds together; None: some
+            cluster has not said lately.
+    """
+    if elapsed is None or job.body.measured < LEAST_MEASURED:
+        return None
+    return (job.body.wall_seconds + elapsed) / job.body.measured
+
+
+def expected_runs(jobs: Iterable[Job], elapsed: Callable[[Job], float | None]) -> dict[str, float]:
+    """Shape key → mean run time of the tasks that wait with it; only where all of it is known.
+
+    Work of unknown length is bought for in full, so one job that is unknown makes its shape so.
+    """
+    sums: dict[str, tuple[float, int]] = {}
+    unknown: dict[str, None] = {}
+    for job in jobs:
+        if job.state not in (JobState.ACCEPTED, JobState.RUNNING) or not job.body.queued:
+            continue
+        seconds = run_seconds(job, elapsed(job))
+        for level, count in job.queued_by_level():
+            key = job.shape(level).key
+            if seconds is None:
+                unknown[key] = None
+            else:
+                total, tasks = sums.get(key, (0.0, 0))
+                sums[key] = (total + seconds * count, tasks + count)
+    return {key: total / n for key, (total, n) in sums.items() if key not in unknown}
+
+
+def running_by_job(parts: Iterable[Inventory]) -> dict[str, tuple[int, float]]:
+    """Job id → (running attempts, sum of the times at which they began)."""
+    found: dict[str, tuple[int, float]] = {}
+    for part in parts:
+        for live in part.attempts:
+            if live.state is AttemptState.RUNNING and live.started_at is not None:
+                count, began = found.get(live.job_id, (0, 0.0))
+                found[live.job_id] = (count + 1, began + live.started_at)
+    return found
+
+
 def demand_of(
     cluster: str,
     backlogs: Iterable[Backlog],
     shares: Mapping[tuple[str, str], int],
     live: Mapping[tuple[str, str], int],
     shapes: Mapping[str, Shape],
+    expected: Mapping[str, float],
 ) -> list[ShapeDemand]:
     """All places that one cluster should have, in order of shape keys.
 
     A shape that may run there and has no share of this cluster is listed too: only of what is
     listed the cluster says how many it could hold.
+
+    Args:
+        expected: shape key → run time of a waiting task in seconds, where known.
     """
     wanted = {shape: None for where, shape in (*live, *shares) if where == cluster}
     for item in backlogs:
@@ -445,7 +506,11 @@ def demand_of(
         backlog = shares.get((cluster, shape), 0)
         entries.append(
             ShapeDemand(
-                shape=shapes[shape], wanted=running + backlog, running=running, backlog=backlog
+                shape=shapes[shape],
+                wanted=running + backlog,
+                running=running,
+                backlog=backlog,
+                expected_seconds=expected.get(shape),
             )
         )
     return entries

@@ -130,6 +130,8 @@ class Coordinator(Service):
         """Cluster → until when its word holds, and what it holds back, by job."""
         self._writers: dict[str, SnapshotWriter] = {}
         self._clusters: dict[str, None] = dict.fromkeys(config.clusters)
+        self._runs: dict[str, tuple[float, dict[str, tuple[int, float]]]] = {}
+        """Cluster → until when its inventory holds, and what runs there by job."""
         self._absent: dict[str, dict[AttemptId, float]] = {}
         self._orphans: dict[str, dict[AttemptId, None]] = {}
         self._news: dict[str, None] = {}
@@ -470,7 +472,9 @@ class Coordinator(Service):
                     record.cpu_seconds = figures.cpu_seconds
                 job.dirty[figures.index] = None
             job.body.cpu_seconds += figures.cpu_seconds
+            job.body.wall_seconds += figures.wall_seconds
             job.body.summaries += 1
+            job.body.measured += policy.ends_task(record, figures.attempt)
             change.touch(job)
 
     async def _on_nodes(self, deliveries: Sequence[Delivery]) -> None:
@@ -691,6 +695,8 @@ class Coordinator(Service):
                 self._meet(message.cluster)
                 edition = self._inventories.take(message)
                 if edition is not None:
+                    running = policy.running_by_job(edition.parts)
+                    self._runs[edition.cluster] = (edition.valid_until, running)
                     try:
                         await self._judge(edition)
                     except TransientError as error:
@@ -836,14 +842,29 @@ class Coordinator(Service):
         capacity = policy.most_places(self._capacities.fresh_parts(now))
         shares = policy.apportion(backlogs, clusters, capacity, book.live)
         self._note_stuck(shares)
+        expected = policy.expected_runs(book.jobs.values(), self._elapsed)
         for cluster in clusters:
-            entries = policy.demand_of(cluster, backlogs, shares.shares, book.live, book.shapes)
+            entries = policy.demand_of(
+                cluster, backlogs, shares.shares, book.live, book.shapes, expected
+            )
             writer = self._writers.get(cluster)
             if writer is None:
                 writer = self._writers[cluster] = SnapshotWriter(cluster, self._keeper.epoch)
             valid_until = now + _DEMAND_PERIODS * self.config.demand_seconds
             for part in writer.parts(Demand, valid_until, "shapes", entries):
                 await self._tell(part, cluster)
+
+    def _elapsed(self, job: Job) -> float | None:
+        """How long a job's running attempts have run; None: a cluster has not said lately."""
+        now = self.clock.now()
+        elapsed = 0.0
+        for cluster in job.live:
+            valid_until, running = self._runs.get(cluster, (0.0, {}))
+            if now >= valid_until:
+                return None
+            count, began = running.get(job.job_id, (0, 0.0))
+            elapsed += max(0.0, count * now - began)
+        return elapsed
 
     def _note_stuck(self, shares: Apportioned) -> None:
         """Remember of each job which of its shapes none of its clusters can hold."""

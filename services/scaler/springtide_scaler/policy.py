@@ -106,7 +106,11 @@ def plan(
     purchases: tuple[Purchase, ...] = ()
     if not hold and any(unmet.values()):
         limits = {
-            item.shape.key: _worth(item, wanted[item.shape.key] - unmet[item.shape.key])
+            item.shape.key: _worth(
+                item,
+                existing=wanted[item.shape.key] - unmet[item.shape.key],
+                running=running[item.shape.key],
+            )
             for item in demand
         }
         usable = [g for g in groups if g.room > 0 and not _is_blocked(g, now)]
@@ -209,6 +213,8 @@ class _Worth:
     """None: unknown, every place is bought."""
     existing: int
     """Places that exist or boot already."""
+    running: int
+    """Of those, the ones that are taken."""
 
     def more(self, group: PlanGroup, rules: Rules) -> int | None:
         """Places that may be added on nodes of `group`; None: any number."""
@@ -217,16 +223,18 @@ class _Worth:
         least = rules.worth_factor * (group.boot_seconds + rules.release_seconds)
         if least <= 0:
             return None
-        # Work that is too short to pay for any node must run all the same: one place for all of it.
-        return max(int(self.work_seconds // least) - self.existing, 0 if self.existing else 1)
+        # Work that is too short to pay for any node must run all the same, also if what runs now
+        # lasts longer than thought: one place, unless one is free or booting.
+        least_more = 0 if self.existing > self.running else 1
+        return max(int(self.work_seconds // least) - self.existing, least_more)
 
 
-def _worth(item: ShapeDemand, existing: int) -> _Worth:
+def _worth(item: ShapeDemand, *, existing: int, running: int) -> _Worth:
     """All work of a shape: the backlog in full, what runs by half."""
     if item.expected_seconds is None:
-        return _Worth(None, existing)
+        return _Worth(None, existing, running)
     backlog = max(item.backlog, item.wanted - item.running)
-    return _Worth((backlog + item.running / 2) * item.expected_seconds, existing)
+    return _Worth((backlog + item.running / 2) * item.expected_seconds, existing, running)
 
 
 @dataclass(frozen=True, slots=True)

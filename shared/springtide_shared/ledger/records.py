@@ -115,6 +115,10 @@ class JobBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Successes that came after a later attempt had begun to run."""
     cpu_seconds: float = 0.0
     summaries: int = 0
+    wall_seconds: float = 0.0
+    """Run time of all ended attempts whose figures have come."""
+    measured: int = 0
+    """How many of those ended their task; the others were moved or go on in a later attempt."""
     ended_at: float | None = None
     waiting: list[Waiting] = msgspec.field(default_factory=list)
     """Why its tasks waited when the row was written."""

@@ -73,7 +73,7 @@ class ShapeDemand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     backlog: int
     """Tasks that have no place yet and may use this cluster."""
     expected_seconds: float | None = None
-    """Expected run time of a backlog task; None: unknown."""
+    """Expected run time of a backlog task; None: unknown, too few have ended yet."""
 
 
 @register
