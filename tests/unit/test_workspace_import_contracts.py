@@ -65,7 +65,7 @@ def tidy(tmp_path: Path) -> Path:
     parser = configparser.ConfigParser()
     parser.read(ROOT / ".importlinter", encoding="utf-8")
     folders = parser["importlinter"]["root_packages"].split()
-    shared = ("adapters", "messages", "ports", "runtime", "testing")
+    shared = ("adapters", "ledger", "messages", "ports", "runtime", "testing")
     folders += [f"springtide_shared/{name}" for name in shared]
     for folder in folders:
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -95,6 +95,22 @@ def verdicts(tree: Path) -> dict[str, str]:
 
 def test_tidy_code_keeps_every_contract(tidy: Path) -> None:
     assert verdicts(tidy) == dict.fromkeys(contracts().values(), "KEPT")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "springtide_coordinator/model.py",
+        "springtide_submitter/core.py",
+        "springtide_submitter/slots.py",
+        "springtide_rescheduler/lives.py",
+        "springtide_shared/ledger/chunks.py",
+    ],
+)
+def test_every_place_of_decisions_is_kept_pure(tidy: Path, name: str) -> None:
+    (tidy / name).write_text("import asyncio\n", encoding="utf-8")
+    broken = [contract for contract, verdict in verdicts(tidy).items() if verdict == "BROKEN"]
+    assert broken == [contracts()["decisions-are-pure"]]
 
 
 def test_every_contract_is_broken_by_code_that_crosses_it(tidy: Path) -> None:
