@@ -10,6 +10,7 @@ from dataclasses import replace
 from springtide_monitor.config import MonitorConfig
 from springtide_monitor.model import Track
 from springtide_monitor.policy import figures, take_reading, usage_of_arrays, usage_of_nodes
+from springtide_shared.errors import PermanentError, TransientError
 from springtide_shared.messages.attempts import AttemptFigures, AttemptSummary
 from springtide_shared.messages.cluster import Usage
 from springtide_shared.ports.bus import MessageBus
@@ -87,7 +88,10 @@ class Monitor(Service):
 
     async def finish(self) -> None:
         """Tell what is left, write out the samples, free the lease."""
-        await self._publish_summaries()
+        try:
+            await self._publish_summaries()
+        except TransientError as error:
+            self.log.warning("summaries.left", count=len(self._waiting), error=str(error))
         await self._sink.aclose()
         await self._lease.release()
 
@@ -99,10 +103,11 @@ class Monitor(Service):
         changes = await self._view.pods_since(self._version)
         self._version = changes.version
         if changes.reset:
-            known, self._tracks = self._tracks, {}
-            for pod in changes.pods:
-                if pod.uid in known:
-                    self._tracks[pod.uid] = known[pod.uid]
+            there = {pod.uid for pod in changes.pods}
+            for uid in [uid for uid in self._tracks if uid not in there]:
+                self._end(self._tracks[uid].pod)
+                del self._tracks[uid]
+                self._summed.pop(uid, None)
         for pod in changes.gone:
             self._end(pod)
             self._tracks.pop(pod.uid, None)
@@ -159,8 +164,11 @@ class Monitor(Service):
         while self._waiting:
             count = min(len(self._waiting), self.config.summaries_per_message)
             batch = [self._waiting[i] for i in range(count)]
-            await self.bus.publish(
-                AttemptSummary(cluster=self.cluster, summaries=batch), cluster=self.cluster
-            )
+            summary = AttemptSummary(cluster=self.cluster, summaries=batch)
+            try:
+                await self.bus.publish(summary, cluster=self.cluster)
+            except PermanentError as error:
+                # Nobody has declared a queue for them yet: that passes, like an outage.
+                raise TransientError(error.reason, error.detail) from error
             for _ in range(count):
                 self._waiting.popleft()
