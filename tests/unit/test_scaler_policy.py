@@ -16,16 +16,21 @@ from springtide_scaler.model import (
     ReleaseRecord,
     ReleaseStep,
     SlotRecord,
+    VacateRecord,
+    VacateTurn,
 )
 from springtide_scaler.policy import (
     Rules,
     backed_off,
     due_for_release,
+    due_orphans,
     idle_clocks,
+    is_overdue,
     is_settled,
     match_machines,
     most_places,
     plan,
+    vacate_turn,
 )
 from springtide_shared.errors import Reason
 from springtide_shared.messages.cluster import ShapeDemand, SlotState
@@ -553,6 +558,93 @@ def matched(
         [record.slot for record in result.lost],
         [item.name for item in result.orphans],
     )
+
+
+@pytest.mark.parametrize(
+    ("record", "overdue"),
+    [
+        (order("a", NOW - 599), False),
+        (order("a", NOW - 600), True),
+        (replace(order("a", 0.0), instance=machine("i", NOW - 599)), False),
+        (replace(order("a", 0.0), instance=machine("i", NOW - 600)), True),
+        (replace(order("a", 0.0), instance=machine("i", NOW - 600), node=joined("i")), False),
+    ],
+    ids=["ordered", "never delivered", "boots", "never joined", "joined"],
+)
+def test_what_takes_longer_than_the_join_limit_is_overdue(
+    record: SlotRecord, overdue: bool
+) -> None:
+    rules = replace(RULES, join_limit_seconds=600.0)
+    assert is_overdue(record, group_view(), 0.0, NOW, rules) is overdue
+    slow = replace(group_view(), boot_seconds=300.0)
+    assert not is_overdue(record, slow, 0.0, NOW, rules), "three boots at least"
+
+
+def test_a_new_life_gives_machines_their_full_time() -> None:
+    record = replace(order("a", 0.0), instance=machine("i", 0.0))
+    rules = replace(RULES, join_limit_seconds=600.0)
+    assert not is_overdue(record, group_view(), NOW - 10, NOW, rules)
+
+
+def test_an_orphan_is_removed_when_it_has_been_one_without_a_break() -> None:
+    rules = replace(RULES, orphan_seconds=30.0)
+    a, b = joined("a"), joined("b")
+    since, due = due_orphans({}, [a, b], 100.0, rules)
+    assert due == []
+    since, due = due_orphans(since, [b], 120.0, rules)
+    since, due = due_orphans(since, [a, b], 130.0, rules)
+    assert due == [b]
+    assert since == {a.uid: 130.0, b.uid: 100.0}
+
+
+def leaving(node: NodeView) -> ReleaseRecord:
+    return ReleaseRecord(
+        instance_id=node.provider_id,
+        group="g",
+        slot="s",
+        node=node.name,
+        node_uid=node.uid,
+        step=ReleaseStep.CORDON,
+        reason="vacated",
+    )
+
+
+CLOSED = replace(joined("a"), cordoned=True)
+
+
+@pytest.mark.parametrize(
+    ("node", "releases", "until", "turn"),
+    [
+        (CLOSED, [], 20.0, VacateTurn.KEEP),
+        (joined("a"), [], 20.0, VacateTurn.CLOSE),
+        (CLOSED, [], 10.0, VacateTurn.EXPIRED),
+        (joined("a"), [], 10.0, VacateTurn.EXPIRED),
+        (CLOSED, [leaving(CLOSED)], 10.0, VacateTurn.KEEP),
+        (joined("a"), [leaving(CLOSED)], 20.0, VacateTurn.KEEP),
+        (None, [], 20.0, VacateTurn.NODE_GONE),
+        (None, [leaving(CLOSED)], 10.0, VacateTurn.KEEP),
+        (replace(CLOSED, uid="another"), [], 20.0, VacateTurn.NODE_GONE),
+    ],
+    ids=[
+        "closed",
+        "opened by somebody",
+        "expired",
+        "expired and open",
+        "leaves",
+        "leaves and open",
+        "gone",
+        "gone by a release",
+        "another of that name",
+    ],
+)
+def test_a_vacated_node_is_kept_closed_until_it_leaves_or_the_wish_expires(
+    node: NodeView | None, releases: list[ReleaseRecord], until: float, turn: VacateTurn
+) -> None:
+    record = VacateRecord(
+        vacate_id="v", node="a", node_uid=CLOSED.uid, valid_until=until, was_cordoned=False
+    )
+    by_id = {item.instance_id: item for item in releases}
+    assert vacate_turn(record, node, by_id, 10.0) is turn
 
 
 def test_orders_meet_machines_in_order_of_launch() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 import msgspec
 
@@ -204,6 +204,16 @@ class VacateRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     node_uid: str
     valid_until: float
     was_cordoned: bool = False
+
+
+class VacateTurn(Enum):
+    """What becomes of a vacated node in this round."""
+
+    KEEP = "keep"
+    CLOSE = "close"
+    """The last life ended between its note and the effect, or somebody opened the node."""
+    EXPIRED = "expired"
+    NODE_GONE = "node-gone"
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -21,6 +21,8 @@ from springtide_scaler.model import (
     ReleaseStep,
     SlotPattern,
     SlotRecord,
+    VacateRecord,
+    VacateTurn,
 )
 from springtide_shared.errors import Reason
 from springtide_shared.messages.cluster import ShapeDemand, SlotState
@@ -485,6 +487,53 @@ def backed_off(
 def join_limit(group: NodeGroupView, rules: Rules) -> float:
     """Seconds that a machine of a group may take to become a node."""
     return max(rules.join_limit_seconds, 3 * group.boot_seconds)
+
+
+# ---- what takes too long ----------------------------------------------------------------------
+def is_overdue(
+    record: SlotRecord, group: NodeGroupView, began: float, now: float, rules: Rules
+) -> bool:
+    """Whether an order was never delivered, or a machine never became a node.
+
+    Args:
+        began: start of the scaler's life: it has seen no machine wait for longer than since then.
+    """
+    if record.has_joined:
+        return False
+    since = record.ordered_at
+    if record.instance is not None:
+        since = max(record.instance.launched_at, began)
+    return now - since >= join_limit(group, rules)
+
+
+def due_orphans(
+    before: Mapping[str, float], orphans: Sequence[NodeView], now: float, rules: Rules
+) -> tuple[dict[str, float], list[NodeView]]:
+    """Since when each node object has had no machine, by uid; and those to be removed now."""
+    since = {node.uid: before.get(node.uid, now) for node in orphans}
+    return since, [node for node in orphans if now - since[node.uid] >= rules.orphan_seconds]
+
+
+def vacate_turn(
+    record: VacateRecord,
+    node: NodeView | None,
+    releases: Mapping[str, ReleaseRecord],
+    now: float,
+) -> VacateTurn:
+    """What is to be done about a node that is kept closed on somebody's wish.
+
+    Args:
+        node: the node of that name, if there is one.
+        releases: machines on their way out, by instance id.
+    """
+    if node is None or node.uid != record.node_uid:
+        is_leaving = any(item.node_uid == record.node_uid for item in releases.values())
+        return VacateTurn.KEEP if is_leaving else VacateTurn.NODE_GONE
+    if node.provider_id in releases:
+        return VacateTurn.KEEP  # its release tells how it ends
+    if now >= record.valid_until:
+        return VacateTurn.EXPIRED
+    return VacateTurn.KEEP if node.cordoned else VacateTurn.CLOSE
 
 
 # ---- which order became which machine ---------------------------------------------------------

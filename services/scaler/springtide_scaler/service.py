@@ -34,18 +34,21 @@ from springtide_scaler.model import (
     SlotRecord,
     Terminate,
     VacateRecord,
+    VacateTurn,
 )
 from springtide_scaler.policy import (
     backed_off,
     due_for_release,
+    due_orphans,
     idle_clocks,
+    is_overdue,
     is_settled,
-    join_limit,
     match_machines,
     most_places,
     plan,
     ready_at,
     release_of,
+    vacate_turn,
 )
 from springtide_shared.errors import (
     ConflictError,
@@ -581,17 +584,12 @@ class Scaler(Service):
             )
         releases = dict(self._memory.releases)
         for record in self._slots:
-            if record.has_joined:
-                continue
             group = groups[record.group]
-            limit = join_limit(group, self._rules)
+            if not is_overdue(record, group, self._began, now, self._rules):
+                continue
             if record.instance is None:
-                if now - record.ordered_at >= limit:
-                    self._block(group.name, Reason.CAPACITY, once=True)
-            elif (
-                record.instance.instance_id not in releases
-                and now - max(record.instance.launched_at, self._began) >= limit
-            ):
+                self._block(group.name, Reason.CAPACITY, once=True)
+            elif record.instance.instance_id not in releases:
                 self.log.warning("machine.never_joined", instance=record.instance.instance_id)
                 self._block(group.name, Reason.EXPIRED)
                 releases[record.instance.instance_id] = release_of(
@@ -599,12 +597,11 @@ class Scaler(Service):
                 )
         if releases != self._memory.releases:
             await self._remember(releases=releases)
-        self._orphan_since = {
-            node.uid: self._orphan_since.get(node.uid, now) for node in machines.orphans
-        }
-        for node in machines.orphans:
-            is_due = now - self._orphan_since[node.uid] >= self._rules.orphan_seconds
-            if is_due and await self._try(DeleteNode(node.name, node.uid)):
+        self._orphan_since, due = due_orphans(
+            self._orphan_since, machines.orphans, now, self._rules
+        )
+        for node in due:
+            if await self._try(DeleteNode(node.name, node.uid)):
                 self._note(node, NodeState.LOST, "machine-gone")
 
     async def _expire_vacates(self, seen: Observation) -> None:
@@ -612,27 +609,20 @@ class Scaler(Service):
         nodes = {node.name: node for node in seen.nodes}
         for record in list(self._memory.vacates.values()):
             node = nodes.get(record.node)
-            is_there = node is not None and node.uid == record.node_uid
-            is_leaving = node is not None and node.provider_id in self._memory.releases
-            if is_there and not is_leaving and now >= record.valid_until:
-                await self._end_vacate(record, node, "vacate-expired")
-                await self._tell(
-                    self._answer(
-                        record.vacate_id, record.node, VacateStep.UNCORDONED, Reason.EXPIRED
-                    )
-                )
-            elif is_there and not is_leaving and node is not None and not node.cordoned:
-                # The last life ended between its note and the effect, or somebody opened the node.
-                await self._try(Cordon(record.node, cordoned=True))
-            elif not is_there and not any(
-                release.node_uid == record.node_uid for release in self._memory.releases.values()
-            ):
-                await self._end_vacate(record, None, "node-gone")
-                await self._tell(
-                    self._answer(
-                        record.vacate_id, record.node, VacateStep.REFUSED, Reason.UNKNOWN_NODE
-                    )
-                )
+            match vacate_turn(record, node, self._memory.releases, now):
+                case VacateTurn.KEEP:
+                    pass
+                case VacateTurn.CLOSE:
+                    await self._try(Cordon(record.node, cordoned=True))
+                case VacateTurn.EXPIRED:
+                    await self._end_vacate(record, node, "vacate-expired")
+                    await self._tell_vacate(record, VacateStep.UNCORDONED, Reason.EXPIRED)
+                case VacateTurn.NODE_GONE:
+                    await self._end_vacate(record, None, "node-gone")
+                    await self._tell_vacate(record, VacateStep.REFUSED, Reason.UNKNOWN_NODE)
+
+    async def _tell_vacate(self, record: VacateRecord, step: VacateStep, reason: Reason) -> None:
+        await self._tell(self._answer(record.vacate_id, record.node, step, reason))
 
     # ---------------------------------------------------------------- release
     async def _begin_releases(self, seen: Observation, decision: PlanDecision) -> None:
@@ -805,7 +795,7 @@ class Scaler(Service):
         if record.instance is not None:
             return False
         (group,) = (group for group in seen.groups if group.name == record.group)
-        return self.clock.now() - record.ordered_at >= join_limit(group, self._rules)
+        return is_overdue(record, group, self._began, self.clock.now(), self._rules)
 
     async def _grow(self, seen: Observation) -> PlanDecision:
         """Plan and buy; when a group refuses, plan again without it, at once."""
