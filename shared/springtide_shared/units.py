@@ -7,9 +7,10 @@ enter a sum of resources, so that a plan of 100,000 tasks adds up exactly.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Final
+
+import msgspec
 
 from springtide_shared.errors import shown
 
@@ -156,9 +157,8 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 60}m" + (f"{whole % 60}s" if whole % 60 else "")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Resources:
-    """An amount of what a node offers and a task requests.
+class Resources(msgspec.Struct, frozen=True, order=True, gc=False):
+    """An amount of what a node offers and a task requests; plans make them by the million.
 
     `cpu_millis` thousandths of a core; `memory_bytes`, `scratch_bytes` bytes; `gpu` whole devices;
     `pods` places in the kubelet's list (a task takes one).
@@ -209,18 +209,21 @@ class Resources:
 
     def times_in(self, room: Resources) -> int:
         """How often this request fits into `room` at once (0 if it asks for nothing at all)."""
-        counts = [
-            have // need
-            for need, have in (
-                (self.cpu_millis, room.cpu_millis),
-                (self.memory_bytes, room.memory_bytes),
-                (self.scratch_bytes, room.scratch_bytes),
-                (self.gpu, room.gpu),
-                (self.pods, room.pods),
-            )
-            if need > 0
-        ]
-        return max(0, min(counts)) if counts else 0
+        least = -1
+        for need, have in (
+            (self.cpu_millis, room.cpu_millis),
+            (self.memory_bytes, room.memory_bytes),
+            (self.scratch_bytes, room.scratch_bytes),
+            (self.gpu, room.gpu),
+            (self.pods, room.pods),
+        ):
+            if need > 0:
+                times = have // need
+                if times <= 0:
+                    return 0
+                if least < 0 or times < least:
+                    least = times
+        return max(0, least)
 
     @property
     def is_negative(self) -> bool:

@@ -380,7 +380,11 @@ class Coordinator(Service):
                         self._take_summaries(change, message, is_repeated=delivery.redelivered)
                     await asyncio.sleep(0)
                 self._dispatch_pinned(change)
+                # Freed places are filled in the same commit.
+                given = self._fill(change, self._plan(), _COMMIT_TASKS)
                 await self._commit(change)
+            if given:
+                self._wake_demand.after(self.config.demand_seconds / 2)
             for delivery in handled:
                 await delivery.ack()
             self._wake_dispatch()
@@ -491,12 +495,7 @@ class Coordinator(Service):
         await self._drain_cancelled()
         while grants := self._plan():
             async with self._keeper.change() as change:
-                room = _COMMIT_TASKS
-                given = 0
-                for grant in grants:
-                    given += self._give(change, grant, room - given)
-                    if given >= room:
-                        break
+                given = self._fill(change, grants, _COMMIT_TASKS)
                 await self._commit(change)
             # What was backlog runs now: the total, which nodes are bought for, is the same.
             self._wake_demand.after(self.config.demand_seconds / 2)
@@ -522,6 +521,15 @@ class Coordinator(Service):
         candidates, parallel = policy.candidates_of(book.jobs.values(), now)
         totals = policy.totals_of(self._capacities.fresh_parts(now), offered, book.shapes)
         return policy.plan_dispatch(candidates, rooms, book.usage, totals, parallel)
+
+    def _fill(self, change: Change, grants: Sequence[Grant], most: int) -> int:
+        """Turn up to `most` tasks of the grants into slices; returns how many."""
+        given = 0
+        for grant in grants:
+            given += self._give(change, grant, most - given)
+            if given >= most:
+                break
+        return given
 
     def _give(self, change: Change, grant: Grant, most: int) -> int:
         """Turn up to `most` tasks of a grant into slices; returns how many.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from springtide_shared.ports.cluster import PodView
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Track:
+class Track(msgspec.Struct, frozen=True, kw_only=True):
     """One pod's figures so far.
 
     `cpu_seconds` keeps growing over counter resets; `first_at`/`last_at` are the first and newest

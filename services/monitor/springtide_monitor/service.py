@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+
+import msgspec
 
 from springtide_monitor.config import MonitorConfig
 from springtide_monitor.model import Track
@@ -114,7 +115,9 @@ class Monitor(Service):
             self._summed.pop(pod.uid, None)
         for pod in changes.pods:
             track = self._tracks.get(pod.uid)
-            self._tracks[pod.uid] = Track(pod=pod) if track is None else replace(track, pod=pod)
+            self._tracks[pod.uid] = (
+                Track(pod=pod) if track is None else msgspec.structs.replace(track, pod=pod)
+            )
             if pod.phase.is_terminated:
                 self._end(pod)
 

@@ -285,7 +285,14 @@ def choose(picture: Picture, now: float, rules: ReschedulerConfig) -> Choice:
     left: list[Left] = []
     budget = picture.may_start
     candidates = [node for node in decision.nodes.values() if node.attempts]
-    candidates.sort(key=lambda one: (one.used_share, -decision.stay(one), one.name))
+    # Nodes that are used well are no sources, so what leaving them alone costs does not matter.
+    candidates.sort(
+        key=lambda one: (
+            one.used_share,
+            -decision.stay(one) if one.used_share < rules.trigger_ratio else 0.0,
+            one.name,
+        )
+    )
     for node in candidates:
         why = decision.why_not(node)
         if why is None and len(node.attempts) > budget:

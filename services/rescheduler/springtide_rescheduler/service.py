@@ -520,13 +520,19 @@ class Rescheduler(Service):
 
     async def _check_sources(self) -> None:
         """A source that took other attempts in the meantime can't be emptied."""
-        live = self._live()
+        filling = [
+            vacate_id
+            for vacate_id in sorted(self._sagas)
+            if isinstance(self._sagas[vacate_id].saga.phase, Gathering | Cordoning)
+        ]
+        live = self._live() if filling else None
         if live is None:
             return
-        for vacate_id in sorted(self._sagas):
-            saga = self._sagas[vacate_id].saga
-            if not isinstance(saga.phase, Gathering | Cordoning):
+        for vacate_id in filling:
+            stored = self._sagas.get(vacate_id)
+            if stored is None:
                 continue
+            saga = stored.saga
             ours = {(move.job_id, move.index) for move in saga.moves}
             if any(
                 attempt.node == saga.node and (attempt.job_id, attempt.index) not in ours
