@@ -635,8 +635,9 @@ def test_item_that_no_environment_holds_is_refused_with_the_command_named(pod: M
 
 
 def test_store_that_cannot_be_written_gives_up_after_its_limit(
-    pod: MakePod, tmp_path: Path
+    pod: MakePod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SPRINGTIDE_AGENT_STORE_LIMIT_SECONDS", "1")
     (tmp_path / "file").write_text("in the way")
     one = pod(store_url=(tmp_path / "file" / "store").as_uri(), time_scale=2_000.0)
     assert one.run() == EXIT_STORE_UNAVAILABLE
@@ -644,7 +645,10 @@ def test_store_that_cannot_be_written_gives_up_after_its_limit(
     assert not one.stdout()
 
 
-def test_store_that_goes_away_meanwhile_gives_no_success(pod: MakePod, tmp_path: Path) -> None:
+def test_store_that_goes_away_meanwhile_gives_no_success(
+    pod: MakePod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPRINGTIDE_AGENT_STORE_LIMIT_SECONDS", "1")
     one = pod(command=counting(20), time_scale=2_000.0).start()
     until(one.stdout, "the program runs")
     store = tmp_path / "store"

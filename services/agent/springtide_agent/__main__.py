@@ -25,8 +25,10 @@ from springtide_agent.journal import Journal
 from springtide_agent.service import Agent
 from springtide_agent.wiring import open_store
 from springtide_shared.adapters.clock import SystemClock, SystemIds
+from springtide_shared.errors import InvalidFieldError
 from springtide_shared.messages.base import explain
 from springtide_shared.messages.pod import PodDocument
+from springtide_shared.runtime.config import load
 
 _USAGE: Final = "usage: springtide-agent exec --pod FILE (one pod document, JSON)"
 EXIT_USAGE: Final = 64
@@ -48,13 +50,17 @@ def main() -> None:
         sys.exit(_usage(f"{file}: {error.strerror}"))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         sys.exit(_usage(f"{file}: {explain(error)}"))
+    try:
+        config = load(AgentConfig, prefix="SPRINGTIDE_AGENT")
+    except InvalidFieldError as error:
+        sys.exit(_usage(str(error)))
     clock = SystemClock()
     agent = Agent(
         document=document,
         open_store=lambda: open_store(document.store_url),
         clock=clock,
         ids=SystemIds(clock),
-        config=AgentConfig(),
+        config=config,
         journal=Journal(clock, attempt=str(document.attempt), pod_uid=document.pod_uid),
     )
     sys.exit(asyncio.run(agent.run()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """Settings of one agent; times in seconds."""
+    """Settings of one agent; times in seconds. Read from `SPRINGTIDE_AGENT_<FIELD>` variables."""
 
     quiet_seconds: float = 2.0
     """A file set that has not changed for so long counts as saved (`saved: quiet`). Too short for
