@@ -9,7 +9,6 @@ the simulation of clusters and clouds takes is in it as well, nothing is subtrac
 from __future__ import annotations
 
 import asyncio
-import gc
 import resource
 import time
 from dataclasses import replace
@@ -23,6 +22,7 @@ from springtide_lab.simulated.run import RunResult, RunSpec, simulate
 from springtide_lab.simulated.scenarios import two_clusters
 from springtide_shared.adapters.sql_ledger import SqlLedger
 from springtide_shared.runtime import logs
+from springtide_shared.runtime.run import calm_collector
 from springtide_shared.testing.virtual import VirtualLoop, run_virtual
 from springtide_shared.testing.virtual_ledger import RealIoLedger
 
@@ -37,11 +37,9 @@ async def _run(spec: RunSpec, folder: Path) -> RunResult:
     with loop.real_io():
         ledger = await opened.__aenter__()
     try:
-        gc.collect()
-        gc.freeze()  # as the coordinator's own process does
+        calm_collector()  # as every service's own process does
         return await simulate(spec, ledger=RealIoLedger(ledger))
     finally:
-        gc.unfreeze()
         with loop.real_io():
             await opened.__aexit__(None, None, None)
 

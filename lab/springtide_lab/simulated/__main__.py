@@ -13,6 +13,7 @@ import structlog
 from springtide_lab.simulated.invariants import examine
 from springtide_lab.simulated.run import RunResult, simulate
 from springtide_lab.simulated.scenarios import two_clusters
+from springtide_shared.runtime.run import calm_collector
 from springtide_shared.testing.virtual import run_virtual
 
 
@@ -30,7 +31,12 @@ def main() -> int:
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[options.log.upper()]
-        )
+        ),
+        # A service that fails again and again would spend the run on coloured tracebacks.
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+        ],
     )
     spec = two_clusters(
         options.seed,
@@ -39,6 +45,7 @@ def main() -> int:
         rescheduling=not options.no_rescheduling,
     )
     spec = replace(spec, codec=not options.no_codec)
+    calm_collector()
     wall, cpu = time.perf_counter(), time.process_time()
     trace: list[str] | None = None if options.trace is None else []
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import AsyncExitStack
 
 from springtide_coordinator.config import ProcessConfig
@@ -43,8 +42,4 @@ async def run(config: ProcessConfig) -> None:
             config=config.policy(),
             store=None if config.store_dir is None else DirectoryStore(config.store_dir),
         )
-        # What was imported stays: the collector need not walk through it, which takes a tenth of a
-        # second in the middle of somebody's dispatch.
-        gc.collect()
-        gc.freeze()
         await serve_with_health(coordinator, config)

@@ -25,7 +25,7 @@ class AttemptState(StrEnum):
     ENDED = "ended"
 
 
-class AttemptEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AttemptEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One transition of one attempt; fenced by `pod_uid` where a pod exists."""
 
     job_id: JobId
@@ -68,7 +68,7 @@ class AttemptEvents(Message, frozen=True, kw_only=True, omit_defaults=True):
     events: list[AttemptEvent]
 
 
-class AttemptFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AttemptFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What an ended attempt used. Seconds, cores, bytes."""
 
     job_id: JobId
@@ -98,7 +98,7 @@ class AttemptSummary(Message, frozen=True, kw_only=True, omit_defaults=True):
     summaries: list[AttemptFigures]
 
 
-class LiveAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LiveAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One attempt that the submitter holds or whose pod exists."""
 
     job_id: JobId

@@ -12,7 +12,7 @@ from springtide_shared.messages.base import Kind, Message, Snapshot, register
 from springtide_shared.messages.shape import Shape
 
 
-class ShapeCredit(msgspec.Struct, frozen=True, kw_only=True):
+class ShapeCredit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Places for one shape. `total` = `live` + `free`; all shapes' `free` are feasible together."""
 
     shape: str
@@ -39,7 +39,7 @@ class Credit(Snapshot, frozen=True, kw_only=True, omit_defaults=True):
     shapes: list[ShapeCredit] = []
 
 
-class HeldTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class HeldTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Attempts of one job and shape that wait in the submitter for one cause."""
 
     shape: str
@@ -97,7 +97,7 @@ class SlotState(StrEnum):
     """Keeps what runs, takes nothing new."""
 
 
-class Slot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Slot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One planned node and the places on it. `places` counts running ones too: it is a pattern."""
 
     slot: str
@@ -124,7 +124,7 @@ class Plan(Snapshot, frozen=True, kw_only=True, omit_defaults=True):
     slots: list[Slot] = []
 
 
-class GroupCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GroupCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One node group as the scaler sees it. Prices in currency units per hour."""
 
     group: str
@@ -139,7 +139,7 @@ class GroupCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     unavailable_until: float | None = None
 
 
-class ShapePlaces(msgspec.Struct, frozen=True, kw_only=True):
+class ShapePlaces(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How many tasks of a shape the cluster could hold at most, were it grown to its limits."""
 
     shape: str
@@ -147,7 +147,7 @@ class ShapePlaces(msgspec.Struct, frozen=True, kw_only=True):
     """0: no group can ever hold it."""
 
 
-class CapacityNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CapacityNode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One node that has joined. CPU and memory are allocatable."""
 
     node: str
@@ -190,7 +190,7 @@ class NodeState(StrEnum):
     LOST = "lost"
 
 
-class NodeEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class NodeEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One step in a node's life."""
 
     node: str
@@ -221,7 +221,7 @@ class NodeEvents(Message, frozen=True, kw_only=True, omit_defaults=True):
     events: list[NodeEvent]
 
 
-class NodeUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class NodeUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Ratios over a node's allocatable CPU. `used_ratio` None: no fresh sample, never idle."""
 
     node: str
@@ -232,7 +232,7 @@ class NodeUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pods: int = 0
 
 
-class ArrayUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ArrayUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One array's running pods in this cluster."""
 
     job_id: str

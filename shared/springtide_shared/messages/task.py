@@ -15,7 +15,7 @@ Index = Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
 AttemptNumber = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
 
-class AttemptKey(msgspec.Struct, frozen=True, order=True, array_like=True):
+class AttemptKey(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """Identity of an attempt: job id / task index / attempt number."""
 
     job_id: str

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One normalised sample of one pod: a rate over an interval, never a raw counter."""
 
     at: float

@@ -13,7 +13,7 @@ import structlog
 from springtide_shared.errors import InvalidFieldError, SpringtideError
 from springtide_shared.runtime import config, logs
 from springtide_shared.runtime.health import health_listener
-from springtide_shared.runtime.run import serve_all, stop_on_signals
+from springtide_shared.runtime.run import calm_collector, serve_all, stop_on_signals
 from springtide_shared.runtime.service import Service
 
 C = TypeVar("C")
@@ -80,5 +80,6 @@ async def serve_with_health(service: Service, settings: HealthSettings) -> None:
         settings.health_host, settings.health_port, lambda: {service.name: service.health()}
     ) as port:
         structlog.get_logger(service=service.name).info("health.listening", port=port)
+        calm_collector()
         with stop_on_signals(stop):
             await serve_all([service], stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,18 @@ from springtide_shared.runtime.service import Service
 ONE_WISH_SECONDS: Final = 1.0
 """Signals this close together are one wish to end: `timeout` and a terminal's Ctrl-C reach the
 process and its group, so that one wish arrives twice."""
+
+
+def calm_collector() -> None:
+    """Let the cyclic garbage collector leave alone what stays, and come less often.
+
+    To be called once all is wired. Nearly everything that a service makes is freed by its reference
+    count; to look for cycles after every 700 objects, and through all there is every now and then,
+    took a sixth of the CPU, at times a tenth of a second in the middle of somebody's dispatch.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @contextmanager
