@@ -18,6 +18,9 @@ class CoordinatorConfig:
     """Longest pause between two dispatch rounds; also how late a retry's pause may end."""
     dispatch_least_seconds: float = 0.05
     """Shortest pause: more tasks share a commit and a slice."""
+    attempts_least_seconds: float = 0.5
+    """Shortest pause between two commits of what became of attempts: more of it shares one. The
+    first after a quiet time is taken at once."""
     demand_seconds: float = 10.0
     """Period of the demand snapshots; they hold for three of it."""
     demand_least_seconds: float = 1.0

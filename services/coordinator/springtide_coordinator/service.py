@@ -174,7 +174,9 @@ class Coordinator(Service):
         jobs, attempts, nodes = durable_subscriptions()
         return [
             self.consumer(jobs, self._on_jobs, batch=50),
-            self.consumer(attempts, self._on_attempts, batch=50),
+            self.consumer(
+                attempts, self._on_attempts, batch=50, least=config.attempts_least_seconds
+            ),
             self.consumer(nodes, self._on_nodes),
             self.consumer(
                 Subscription(

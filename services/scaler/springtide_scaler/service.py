@@ -1017,11 +1017,17 @@ class Scaler(Service):
         is_same = all(a is b for a, b in zip(basis, self._published_on, strict=True))
         if not is_due and is_same:
             return
-        if is_same and self._capacity_said is not None:
-            slots, node_news = self._slots_said, self._capacity_said[1]
+        if is_same:
+            slots = self._slots_said
         else:
             self._patterns = {p.slot: p.places for p in decision.patterns}
-            slots, node_news = self._slot_news(seen)
+            slots = self._slot_news(seen)
+        if self._capacity_said is not None and all(
+            a is b for a, b in zip(basis[1:], self._published_on[1:], strict=True)
+        ):
+            node_news = self._capacity_said[1]  # of which the plan changes nothing
+        else:
+            node_news = self._node_news(seen)
         group_news = [self._group_capacity(group, now) for group in seen.groups]
         if is_due or slots != self._slots_said:
             until = now + 3 * self._config.publish_seconds
@@ -1051,20 +1057,22 @@ class Scaler(Service):
         for release in self._memory.releases.values():
             self._announced.setdefault(release.instance_id, now)
 
-    def _slot_news(self, seen: Observation) -> tuple[list[Slot], list[CapacityNode]]:
+    def _slot_news(self, seen: Observation) -> list[Slot]:
         groups = {group.name: group for group in seen.groups}
         leaving = {release.slot for release in self._memory.releases.values()}
-        slots = [
+        return [
             self._slot(record, groups[record.group])
             for record in self._slots
             if record.slot in self._patterns and record.slot not in leaving
         ]
-        nodes = [
+
+    def _node_news(self, seen: Observation) -> list[CapacityNode]:
+        groups = {group.name: group for group in seen.groups}
+        return [
             self._capacity_node(record, record.node, groups[record.group])
             for record in sorted(self._slots, key=lambda r: r.node.name if r.node else "")
             if record.node is not None
         ]
-        return slots, nodes
 
     def _slot(self, record: SlotRecord, group: NodeGroupView) -> Slot:
         return Slot(

@@ -143,9 +143,15 @@ class Service:
         return ()
 
     def consumer(
-        self, subscription: Subscription, handler: Handler, *, batch: int = 100
+        self,
+        subscription: Subscription,
+        handler: Handler,
+        *,
+        batch: int = 100,
+        least: float = 0.0,
     ) -> tuple[str, Loop]:
-        """A loop that hands deliveries to `handler`, up to `batch` at a time.
+        """A loop that hands deliveries to `handler`, up to `batch` at a time, at most each `least`
+        seconds: what comes meanwhile is handled together.
 
         The handler settles each delivery itself (ack, retry, dead_letter). Faults it raises are
         settled here for all deliveries of the batch that it left unsettled.
@@ -166,6 +172,9 @@ class Service:
                             if deliveries:
                                 await self._handle(deliveries, handler)
                                 failures = 0
+                                if least and len(deliveries) < batch:
+                                    me.idle = True
+                                    await asyncio.sleep(least)
                 except TransientError as error:
                     failures += 1
                     self.log.warning("consumer.lost", queue=subscription.queue, error=str(error))
