@@ -214,7 +214,8 @@ def submit(
         if not wait:
             _say_submitted(submitted.id, created=submitted.created, as_json=as_json)
             return
-        print(submitted.id, file=sys.stderr)
+        # With --json stderr is for one JSON object, the fault's.
+        _note(submitted.id, as_json)
         _wait(client.job(submitted.id), limit, as_json)
 
 
@@ -222,6 +223,11 @@ def _client(url: str, token_file: Path | None) -> Any:
     from springtide.client import Client
 
     return Client(url, token_file)
+
+
+def _note(text: str, as_json: bool) -> None:
+    if not as_json:
+        print(text, file=sys.stderr)
 
 
 def _say_submitted(job_id: str, *, created: bool | None, as_json: bool) -> None:
