@@ -27,6 +27,7 @@ from springtide_scaler.policy import (
     idle_clocks,
     is_overdue,
     is_settled,
+    is_urgent,
     match_machines,
     most_places,
     plan,
@@ -683,3 +684,14 @@ def test_most_places_counts_all_groups_at_their_maximum(size: int) -> None:
     machines = [machine(f"m{number}") for number in range(size)]
     assert most_places(shape(), [group_view(*machines), group_view(name="h")]) == 80
     assert most_places(shape(64), [group_view(*machines)]) == 0
+
+
+def test_only_a_demand_that_asks_for_more_brings_a_round_forward() -> None:
+    before = [wants(5, running=2)]
+    assert not is_urgent(before, "", before, "")
+    assert not is_urgent(before, "", [wants(5, running=4)], ""), "backlog that runs now"
+    assert not is_urgent(before, "", [wants(3)], ""), "less keeps until the next round"
+    assert not is_urgent(before, "", [], "")
+    assert is_urgent(before, "", [wants(6, running=2)], "")
+    assert is_urgent(before, "", [*before, wants(0, shape(2))], ""), "a shape that is new"
+    assert is_urgent(before, "demand-expired", before, ""), "may be bought for again"

@@ -140,6 +140,18 @@ def plan(
     )
 
 
+def is_urgent(
+    before: Sequence[ShapeDemand], hold_before: str, now: Sequence[ShapeDemand], hold: str
+) -> bool:
+    """Whether a changed demand is worth a round of its own: more is wanted, or may be bought again.
+
+    That less is wanted, or that backlog runs now, keeps until the next round: nodes are released
+    only after a while anyway.
+    """
+    wanted = {item.shape.key: item.wanted for item in before}
+    return hold != hold_before or any(item.wanted > wanted.get(item.shape.key, -1) for item in now)
+
+
 def most_places(shape: Shape, groups: Sequence[NodeGroupView]) -> int:
     """How many tasks of a shape fit if every group is grown to its maximum."""
     return sum(

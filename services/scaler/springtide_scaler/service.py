@@ -43,6 +43,7 @@ from springtide_scaler.policy import (
     idle_clocks,
     is_overdue,
     is_settled,
+    is_urgent,
     match_machines,
     most_places,
     plan,
@@ -330,13 +331,13 @@ class Scaler(Service):
         for delivery in deliveries:
             message = delivery.message
             assert isinstance(message, Demand)
-            before, _ = self._wanted(self.clock.now())
+            before = self._wanted(self.clock.now())
             edition = self._demand.take(message)
             if edition is not None:
                 self._shapes = {
                     item.shape.key: item.shape for part in edition.parts for item in part.shapes
                 }
-                if self._wanted(self.clock.now())[0] != before:
+                if is_urgent(*before, *self._wanted(self.clock.now())):
                     self._wake()
             await delivery.ack()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -25,8 +24,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     memory_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodReading:
+class PodReading(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Raw counters of one pod at one moment, as the source gives them."""
 
     pod_uid: str
