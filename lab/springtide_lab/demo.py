@@ -184,7 +184,7 @@ async def run_demo(
         TimeoutError: not done within `limit_seconds`.
     """
     began = time.monotonic()
-    out = config.out
+    out = config.out.resolve()  # pods run in directories of their own
     home = out / "home"
     witness = out / "witness.jsonl"
     await asyncio.to_thread(_clear, out)

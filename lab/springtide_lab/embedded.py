@@ -81,7 +81,7 @@ async def embedded(config: EmbeddedConfig) -> AsyncIterator[Embedded]:
     Raises:
         PermanentError: another `springtide up` owns the home directory, or the port is taken.
     """
-    home = config.home
+    home = config.home.resolve()  # pods run in directories of their own
     home.mkdir(parents=True, exist_ok=True)
     clock = SystemClock()
     lives: Counter[str] = Counter()

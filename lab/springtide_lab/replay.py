@@ -16,7 +16,7 @@ from springtide_lab.recorder import Recording
 from springtide_lab.simulated.model import ClusterModel, GroupModel, MeasuredWork
 from springtide_lab.simulated.run import RunResult, RunSpec, SimulatedClusterSpec, simulate
 from springtide_lab.stack import StackConfig
-from springtide_shared.errors import Reason
+from springtide_shared.errors import PermanentError, Reason
 from springtide_shared.messages import JobSubmit
 from springtide_shared.messages.records import CompletionRecord, Manifest
 from springtide_shared.testing.virtual import run_virtual
@@ -51,11 +51,16 @@ def measure(
     for life in recording.attempts.values():
         if life.reason is Reason.COMPLETED and life.running_at and life.ended_at:
             seen[life.key.index] = life.ended_at - life.running_at
-    around = statistics.median(
+    others = [
         seen[index] - record.progress_seconds
         for index, record in records.items()
         if index in seen and not record.restored_from
-    )
+    ]
+    if not others:
+        raise PermanentError(
+            Reason.INVALID_SPEC, "no task succeeded without a move: there is nothing to replay"
+        )
+    around = statistics.median(others)
     run_seconds = {}
     restores = []
     for index, record in records.items():

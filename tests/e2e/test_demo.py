@@ -17,11 +17,12 @@ def test_demo_loses_nothing_and_packs_its_tail(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             str(Path(sys.executable).with_name("springtide")),
-            *("demo", "--json", "--tasks", "60", "--out", str(out)),
+            *("demo", "--json", "--tasks", "60", "--out", "demo"),
         ],
         capture_output=True,
         text=True,
         timeout=590,
+        cwd=tmp_path,  # a relative folder, as the default is one
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

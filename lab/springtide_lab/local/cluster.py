@@ -156,7 +156,7 @@ class LocalCluster:
         self.name = name
         self.cores = cores if cores is not None else _usable_cores()
         self.oversubscription = oversubscription
-        self._root = root
+        self._root = root.resolve()
         self._store_url = store_url
         self._clock = clock
         self._ids = ids
