@@ -117,7 +117,8 @@ def write(
     if envelope.why_retried:
         headers[RETRIED_FOR] = envelope.why_retried[:_MAX_DETAIL_CHARS]
     if envelope.wait > 0:
-        headers[WAIT] = math.ceil(envelope.wait * 1000)
+        # Rounded first: 2.031 s times 1000 is a hair above 2,031 ms, and must not become 2,032.
+        headers[WAIT] = math.ceil(round(envelope.wait * 1000, 6))
     if reason:
         headers[REASON] = reason
         headers[DETAIL] = detail[:_MAX_DETAIL_CHARS]
