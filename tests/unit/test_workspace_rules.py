@@ -73,7 +73,7 @@ HOSTS = [
     ".".join(words)
     for words in (
         ("pypi", "org"),
-        ("files", "pythonhosted"),
+        ("files", "python" + "hosted"),
         ("registry", "npmjs"),
         ("proxy", "golang"),
         ("repo", "maven"),
@@ -82,7 +82,7 @@ HOSTS = [
         ("crates", "io"),
     )
 ]
-MACHINE_PATHS = ["/" + name + "/" for name in ("root", "work/main", "work/shared", "tmp/st")]
+MACHINE_PATHS = [f"{path}/" for path in (ROOT, Path.home()) if len(path.parts) > 1]
 
 
 def tracked_files() -> list[Path]:
